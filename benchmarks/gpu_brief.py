@@ -1,4 +1,4 @@
-"""The most important measurements of a card, in eight minutes.
+"""The most important measurements of a GPU, in eight minutes.
 
 `python benchmarks/gpu.py --brief` runs the parts below, each in a process of its own.
 Compiling takes most of the time, so that all parts compile side by side first; then the
@@ -93,7 +93,7 @@ def run_brief(
 
     Args:
       quick: tiny shapes and few parts, for a CPU; saves nothing beside the rows.
-      results: file of the results of all cards.
+      results: file of the results of all GPUs.
       parts: those to run; None runs all.
       total: seconds for everything.
       only: names of parts to run; none selects all.

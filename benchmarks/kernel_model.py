@@ -46,7 +46,7 @@ from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # 
 from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import Requests, make_requests  # noqa: E402
-from jkv.attention.kernel.tiles.table import Tile, Tuning, Ways  # noqa: E402
+from jkv.attention.kernel.tiles.table import Techniques, Tile, Tuning  # noqa: E402
 from jkv.attention.kernel.tiles.tuning import find_tuning  # noqa: E402
 from jkv.attention.kernel.tiles.variant import (  # noqa: E402
     count_decode_heads,
@@ -85,7 +85,7 @@ PROMPT_ELEMENTS = ("bfloat16", "int8", "float8_e4m3fnuz", FOUR_BITS)
 # from memory under load.
 PROMPT_LATENCIES = (300, 500, 900)
 # The table's entry before it was tuned with this model.
-BEFORE = Tile(64, 32, 4, 1, ways=Ways.FULL_FIRST)
+BEFORE = Tile(64, 32, 4, 1, ways=Techniques.FULL_FIRST)
 
 
 class Model(NamedTuple):
@@ -157,8 +157,8 @@ def compile_decode(
     queries, pools, found = find_shapes(elements, model)
     decode = found.decode
     if is_carried is not None:
-        others = decode.ways & ~Ways.CARRIED
-        ways = others | (Ways.CARRIED if is_carried else Ways(0))
+        others = decode.ways & ~Techniques.CARRIED
+        ways = others | (Techniques.CARRIED if is_carried else Techniques(0))
         decode = dataclasses.replace(decode, ways=ways)
     tuning = dataclasses.replace(found, decode=decode)
     options = {"max_query_length": 1, "has_lanes": has_lanes}
@@ -254,7 +254,7 @@ def describe(
     row: dict[str, Any] = {
         "head dim": compiled.model.head_dim,
         "elements": elements,
-        "next tile carried": Ways.CARRIED in compiled.tuning.decode.ways,
+        "next tile carried": Techniques.CARRIED in compiled.tuning.decode.ways,
         "call": f"{batch} x {context}",
         "programs": programs,
     }
@@ -339,8 +339,8 @@ def describe_prefill(
         "prompts": f"{batch} x {length}",
         "rows x tokens, warps, stages": f"{tile.rows} x {tile.tokens}, "
         f"{tile.num_warps}, {tile.num_stages}",
-        "next tile carried": Ways.CARRIED in tile.ways,
-        "weights in pairs": Ways.EXP2_IN_PAIRS in tile.ways,
+        "next tile carried": Techniques.CARRIED in tile.ways,
+        "weights in pairs": Techniques.EXP2_IN_PAIRS in tile.ways,
         "registers": compiled.registers,
         "waves": compiled.programs * tile.num_warps,
         "cycles of a step: matrix": step.matrix_cycles,

@@ -264,10 +264,10 @@ def measure_guesses(options: Options) -> Part:
     # Prompt lookup runs only if it should pay off; forced tokens always do.
     lookup = decoding.PromptLookup(num_tokens=7)
     for name, grammar, speculate in (
-        ("without guesses", many, None),
-        ("with guesses", many, lookup),
-        ("one spelling, without guesses", one, None),
-        ("one spelling, with guesses", one, lookup),
+        ("without speculation", many, None),
+        ("with speculation", many, lookup),
+        ("one spelling, without speculation", one, None),
+        ("one spelling, with speculation", one, lookup),
     ):
         _, result = generate(
             model,
@@ -297,7 +297,7 @@ def measure_guesses(options: Options) -> Part:
                 "accepted": int(counts.accepted_tokens),
             }
         )
-    what = "steps of JSON with guesses, by those without"
+    what = "steps of JSON with speculation, by those without"
     return rows, [
         judge(what, rows[1]["steps"] / rows[0]["steps"], 0.5),
         judge(f"{what}, one spelling", rows[3]["steps"] / rows[2]["steps"], 0.5),

@@ -45,7 +45,11 @@ def perplexities(name: str, num_next: int) -> list[dict[str, Any]]:
     tokens = pretrained.load_tokenizer(path).encode(text).ids[: PROMPT + num_next]
     tokens = np.asarray(tokens, np.int32)
     config = model.cache_config(
-        PROMPT + num_next, max_sequences=1, dtype="float32", pruning=True
+        PROMPT + num_next,
+        max_sequences=1,
+        step_tokens=max(256, num_next),
+        dtype="float32",
+        pruning=True,
     )
 
     @jax.jit
@@ -54,20 +58,24 @@ def perplexities(name: str, num_next: int) -> list[dict[str, Any]]:
         cache, batch = jkv.append(cache, [0], [size], capacity=size)
         return model(params, tokens, cache, batch, all_rows=True)
 
+    cache, _ = jkv.allocate(jkv.init(config), [0])
+    groups = cache.metadata.groups
+    # Layers with a sliding window keep it whole.
+    (group,) = (n for n, each in enumerate(groups) if each.window.length is None)
+
     @jax.jit
     def choose(cache, layer):
-        keys, values, length = jkv.read(cache, jkv.GroupLayer(0, layer), 0)
+        keys, values, length = jkv.read(cache, jkv.GroupLayer(group, layer), 0)
         found = [
             rule.scores(keys[None], values[None], None, length[None])
             for rule in RULES.values()
         ]
         return jnp.stack(found)
 
-    cache, _ = jkv.allocate(jkv.init(config), [0])
     for start in range(0, PROMPT, 256):
         logits, cache = compute(params, cache, tokens[start : start + 256])
     first = logits[-1:]
-    scores = [choose(cache, layer) for layer in range(config.num_layers)]
+    scores = [choose(cache, layer) for layer in range(len(cache.layers_of(group)))]
     scores = jnp.stack(scores, axis=1)[:, :, 0]  # [rules, L, K, N]
     rows = []
     for number, rule in enumerate(RULES):
@@ -76,6 +84,9 @@ def perplexities(name: str, num_next: int) -> list[dict[str, Any]]:
             budget = int(share * PROMPT)
             kept = jkv.top_tokens(scores[number][None], budget, PROMPT, budget)
             pruned, status = jkv.prune(cache, 0, kept, budget)
+            if int(status[0]) == jkv.Status.INVALID_ARGUMENT:
+                row[f"{share:.0%}"] = None  # fewer tokens than a sliding window's
+                continue
             jkv.raise_for_status(status)
             logits, _ = compute(params, pruned, tokens[PROMPT:])
             logits = jax.nn.log_softmax(jnp.concatenate([first, logits[:-1]]))

@@ -36,7 +36,7 @@ import jkv
 RESULTS = pathlib.Path(__file__).parent / "results" / "retention.json"
 SHARES = (0.01, 0.03, 0.1, 0.3)  # pool sizes, of all distinct columns of a trace
 STORES = (0, 2, 10)  # times the pool
-LRU = "longest unused first"
+LRU = "LRU"
 RULES = {"came before": False, "the better of both": True}
 SPILLED = 32  # blocks per transfer
 

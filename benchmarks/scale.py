@@ -145,7 +145,7 @@ def find_seconds_to_sum(num_sharing: int, nbytes: int) -> float:
 
     Within a host each device sends its eighths to all others, and receives the sums.
     Between hosts the sums of an eighth travel in a ring over each device's network
-    card.
+    GPU.
     """
     hosts = -(-num_sharing // DEVICES_PER_HOST)
     local = min(num_sharing, DEVICES_PER_HOST)

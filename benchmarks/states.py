@@ -342,7 +342,7 @@ def measure_speculation(options: Options) -> Part:
                 "speed-up": speed_up,
                 "plain steps": int(before.num_steps),
                 "steps": int(counts.num_steps),
-                "with guesses": int(counts.checking_steps),
+                "with speculation": int(counts.checking_steps),
                 "guessed": int(counts.draft_tokens),
                 "accepted": int(counts.accepted_tokens),
                 "seconds": {name: each.row(1) for name, each in samples.items()},

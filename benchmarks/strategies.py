@@ -55,7 +55,7 @@ import pretrained  # noqa: E402
 
 import jkv  # noqa: E402
 from jkv.attention.backend import Backend  # noqa: E402
-from jkv.attention.xla.face import Xla  # noqa: E402
+from jkv.attention.xla.interface import Xla  # noqa: E402
 from jkv.decoding import (  # noqa: E402
     DraftModel,
     PromptLookup,
@@ -222,7 +222,7 @@ def measure_speculation(subject: Subject, rounds: int) -> list[dict[str, Any]]:
                 "speed-up": samples["plain"].ratio_to(samples["guessing"]),
                 "plain steps": int(before.num_steps),
                 "steps": int(counts.num_steps),
-                "with guesses": int(counts.checking_steps),
+                "with speculation": int(counts.checking_steps),
                 "guessed": int(counts.draft_tokens),
                 "accepted": int(counts.accepted_tokens),
                 # Greedy completions must not depend on draft tokens.

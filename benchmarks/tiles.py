@@ -41,8 +41,8 @@ from gpu_calls import (  # noqa: E402
 from jkv.attention.call import Call, Pools, Requests, make_pools, make_requests  # noqa: E402  # noqa: E402
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.attention import attend_kernel  # noqa: E402
-from jkv.attention.kernel.tiles.table import Tile, Tuning, Ways  # noqa: E402
-from jkv.attention.kernel.work.planning import find_card_tuning  # noqa: E402
+from jkv.attention.kernel.tiles.table import Techniques, Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.work.planning import find_local_tuning  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "tiles.json"
 # One call per program suffices if it is long. For short ones only the number of
@@ -79,7 +79,7 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
     if workload.is_prefill:
         rows = (32, 64, 128) if is_wide else (64, 128)
         shapes = itertools.product(rows, tokens, (4, 8), (1, 2, 3, 4))
-        found = [Tile(*shape, ways=Ways.FULL_FIRST) for shape in shapes]
+        found = [Tile(*shape, ways=Techniques.FULL_FIRST) for shape in shapes]
     else:
         rows = (16,)
         if workload.is_latent:
@@ -90,10 +90,10 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
         found = [t for t in found if t.tokens <= 32 * t.num_warps]
         found = [t for t in found if t.num_warps >= 4 or not workload.is_latent]
         carried = [t for t in found if t.num_stages == 1]
-        found += [dataclasses.replace(t, ways=Ways.CARRIED) for t in carried]
+        found += [dataclasses.replace(t, ways=Techniques.CARRIED) for t in carried]
     first = [] if table is None else [table]
     if workload.dtype == "float32":
-        split = Ways.SPLIT & table.ways if table is not None else Ways(0)
+        split = Techniques.SPLIT & table.ways if table is not None else Techniques(0)
         found = [dataclasses.replace(t, ways=t.ways | split) for t in found]
     return [*first, *(tile for tile in found if tile != table)]
 
@@ -148,7 +148,7 @@ def find_table_tuning(workload: Workload) -> Tuning | None:
     """Return the table's tuning of a workload on this GPU, None without a row."""
     storage = shape_operands(workload).storage
     pools = jax.eval_shape(functools.partial(pools_of, workload), storage)
-    return find_card_tuning(pools)
+    return find_local_tuning(pools)
 
 
 def find_tunings(
@@ -171,8 +171,8 @@ def find_tunings(
 
 def describe(tile: Tile) -> str:
     """Return a tile's label."""
-    more = ", carried" if Ways.CARRIED in tile.ways else ""
-    if Ways.SPLIT in tile.ways:
+    more = ", carried" if Techniques.CARRIED in tile.ways else ""
+    if Techniques.SPLIT in tile.ways:
         more += ", in tf32"
     if tile.section < 512:
         more += f", {tile.section} columns"

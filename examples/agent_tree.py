@@ -17,7 +17,7 @@ import numpy as np
 import pretrained
 from agents.rollout import Agent
 from generating.arguments import Parser, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 
 import jkv
 from jkv import trees
@@ -98,5 +98,5 @@ def improve(model, config, rate, params, record, advantages):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

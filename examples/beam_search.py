@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 
 import jkv
 
@@ -86,5 +86,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

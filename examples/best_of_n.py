@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, pattern, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from generating.prompts import pad
 
 import jkv
@@ -104,5 +104,5 @@ def find_answers(texts, pattern):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -10,7 +10,7 @@ and `.` a free one. The operations are in `pool_map/game.py`.
 import time
 
 from generating.arguments import Parser, at_least, new_file
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from pool_map import cells, drawing, game
 from rich.live import Live
 
@@ -39,5 +39,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -14,7 +14,7 @@ A model without a chat template, as the bundled one, continues the text.
 """
 
 from generating.arguments import Parser, add_stored_dtypes, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from generating.options import BUNDLED
 
 
@@ -71,5 +71,5 @@ def answer(chat, line):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

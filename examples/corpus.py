@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from generating.arguments import Parser
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
 # One document in ten is held out.
 HELD_OUT_ONE_IN = 10
@@ -202,5 +202,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

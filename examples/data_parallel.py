@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from generating.options import BUNDLED
 from jax.sharding import AxisType
 
@@ -108,5 +108,5 @@ def pad(prompts: list[list[int]]) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from generating.options import BUNDLED
 
 import jkv
@@ -103,5 +103,5 @@ def edit(options):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from generating.arguments import Parser
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
 import jkv
 
@@ -121,6 +121,6 @@ def main(num_tokens: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         Parser(__doc__).parse_args()
         main()

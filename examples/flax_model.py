@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from generating.arguments import Parser
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
 import jkv
 
@@ -118,6 +118,6 @@ def main(num_tokens: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         Parser(__doc__).parse_args()
         main()

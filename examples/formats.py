@@ -13,7 +13,7 @@ import pathlib
 import jax.numpy as jnp
 import pretrained
 from generating.arguments import Parser, at_least
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from generating.options import BUNDLED
 
 import jkv
@@ -49,5 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -8,11 +8,11 @@ Prompts are arguments or lines of a file; one is streamed, several run as one ba
 The steps are in `generating/command.py`.
 """
 
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 from generating.options import parse_arguments
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         options = parse_arguments(__doc__.splitlines()[0])
         # Imported here, so that --help comes at once and Ctrl-C is answered meanwhile.
         from generating.command import generate

@@ -17,11 +17,11 @@ the others end, too; the same command then goes on where they stopped. The code 
 
 import sys
 
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from processes.options import parse_arguments
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         options = parse_arguments(__doc__)
         # Imported here, as the launcher needs no JAX and a process configures it.
         if options.coordinator is None:

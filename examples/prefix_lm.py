@@ -7,7 +7,7 @@ causal.
 """
 
 from generating.arguments import Parser, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 
 
 def main():
@@ -44,5 +44,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

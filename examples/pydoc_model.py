@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from generating.arguments import Parser
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -261,5 +261,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

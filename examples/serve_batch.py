@@ -3,15 +3,15 @@
     python examples/serve_batch.py prompts.jsonl results.jsonl --model FOLDER
 
 Each line of the first file is a JSON object in the form of OpenAI's API: "prompt" or
-"messages", the fields of docs/how-to/http.md and an "id", which the result repeats.
-Lines of OpenAI's batches ("custom_id", "method", "url", "body") are answered in that
-form. A line that cannot be answered gets an "error", and the exit status is 1. Results
-in the second file are not computed again: rerun the command after an interrupt.
+"messages", the fields of docs/how-to/openai-server.md and an "id", which the result
+repeats. Lines of OpenAI's batches ("custom_id", "method", "url", "body") are answered
+in that form. A line that cannot be answered gets an "error", and the exit status is 1.
+Results in the second file are not computed again: rerun the command after an interrupt.
 `--processes 2 --restarts 1` shares the model and resumes after a process has died.
 """
 
 from generating.arguments import Parser
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
 COUNTS = ("max_running", "context", "max_new_tokens", "blocks", "rows")
 
@@ -35,5 +35,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

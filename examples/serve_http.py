@@ -11,7 +11,7 @@ of the folder anew (`served/renewing.py`).
 
 import argparse
 
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 
 
 def main():
@@ -53,5 +53,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -16,7 +16,7 @@ import signal
 import threading
 
 from generating.arguments import Parser, at_least
-from generating.ending import FAILED, ending_in_one_line, fail
+from generating.exiting import FAILED, errors_in_one_line, fail
 
 
 def main():
@@ -70,5 +70,5 @@ def read_range(text):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

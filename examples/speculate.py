@@ -1,4 +1,4 @@
-"""The same text in fewer steps: tokens are guessed, and checked several at a time.
+"""Speculative decoding: the same text in fewer steps, several tokens verified at once.
 
     python examples/speculate.py --max-new-tokens 200 "The with statement"
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 
 import jkv
 from jkv import DraftModel, PromptLookup
@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
     parser.add_argument("--draft", default=DRAFT, help="one of the same vocabulary")
     number = at_least(1)
-    parser.add_argument("--draft-tokens", type=number, default=4, help="guesses a step")
+    parser.add_argument("--draft-tokens", type=number, default=4, help="per step")
     parser.add_argument("--max-new-tokens", type=number, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args()
@@ -93,7 +93,9 @@ def show(options):
             texts.append(np.asarray(result.tokens[0, : result.lengths[0]]).tolist())
             seconds = time.perf_counter() - began
         counts = result.statistics
-        right = f"{counts.accepted_tokens} of {counts.draft_tokens} guesses right"
+        right = (
+            f"{counts.accepted_tokens} of {counts.draft_tokens} draft tokens accepted"
+        )
         speed = f"{len(texts[-1]) / seconds:4.0f} tokens/s"
         lines.append(f"{name:10} {counts.num_steps:4} steps  {speed}  {right}")
 
@@ -105,5 +107,5 @@ def show(options):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -6,7 +6,7 @@ A Llama of an eighth of the bundled model's size, with its tokenizer. The bundle
 reads the documents that it was trained on, goes on from the beginnings of some, and
 says after each token which one it holds the most likely; the draft learns to say the
 same. That is the distillation of Hinton et al. (2015) with the hardest of targets, as a
-greedy guess is right or wrong, and of Kim and Rush (2016) where the text is the model's
+greedy draft is right or wrong, and of Kim and Rush (2016) where the text is the model's
 own, as it is where the draft will guess. Held-out documents serve to measure alone.
 
 It takes some ten minutes on two cores (estimated). A short run, to see that it works:
@@ -27,7 +27,7 @@ import numpy as np
 import optax
 import pretrained
 from generating.arguments import Parser, at_least
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from pydoc_model import CONFIG, FOLDER, Params, encode, forward, init_params, load
 from train_pydoc import learning_rate, make_optimizer, save, take_step
 
@@ -173,5 +173,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

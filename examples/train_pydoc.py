@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import optax
 from generating.arguments import Parser, at_least
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from pydoc_model import (
     CONFIG,
     END_OF_TEXT,
@@ -204,5 +204,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

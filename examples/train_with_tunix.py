@@ -22,11 +22,11 @@ import jax
 import numpy as np
 import optax
 from generating.arguments import Parser, at_least
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
-with ending_in_one_line():
+with errors_in_one_line():
     from flax import nnx
-    from training.reported import ReportedLearner, read_measures, tell_ratios
+    from training.reported import ReportedLearner, format_ratios, read_measures
     from tunix.models.qwen3 import model as qwen3
     from tunix.rl import rl_cluster
     from tunix.rl.grpo import grpo_learner
@@ -149,9 +149,9 @@ def main() -> None:
     typical = 1000 * sorted(found["rollout_seconds"])[options.steps // 2]
     print(f"{options.engine}: a rollout took {typical:.0f} ms, compiling aside")
     if reported:
-        print(tell_ratios(found))
+        print(format_ratios(found))
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from rich.console import Console
 from rich.table import Table
 from searching.paged_texts import PagedTexts
@@ -129,5 +129,5 @@ def print_lines(tokenizer, widths, found):
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

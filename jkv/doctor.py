@@ -1,7 +1,7 @@
 """python -m jkv.doctor: diagnose the installation (`jkv.commands.diagnosis`)."""
 
 from jkv.commands.diagnosis import main
-from jkv.commands.ending import run_process
+from jkv.commands.exiting import run_process
 
 if __name__ == "__main__":
     run_process(main)

@@ -34,7 +34,7 @@ from jkv.decoding.speculation.options import check_speculation
 from jkv.decoding.texts.prompts import as_stop_sequences, as_stop_tokens
 from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.guards import explicit_transfers
-from jkv.metadata.requests import as_domains, read_prompts, saturated
+from jkv.metadata.requests import as_salts, read_prompts, saturated
 
 __all__ = ["beam_search", "begin", "decode", "extend", "generate", "prefill", "score"]
 
@@ -73,7 +73,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
         lambda name, texts: read_prompts(texts, name),
     ),
     **dict.fromkeys(("seq_ids", "limits", "variants", "num_steps"), saturated),
-    "salts": lambda name, salts: saturated(name, as_domains(name, salts)),
+    "salts": lambda name, salts: saturated(name, as_salts(name, salts)),
     "stop_tokens": lambda _, tokens: as_stop_tokens(tokens),
     "stop_sequences": lambda _, sequences: as_stop_sequences(sequences),
 }

@@ -12,6 +12,7 @@ Symbols: B sequences, N tokens, K kv heads, H query heads, D head dim, W queries
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -127,7 +128,7 @@ class snap_kv:  # noqa: N801
             )
         num_heads = keys.shape[2]
         rows = _by_group(queries[:, -self.window :], num_heads)  # [B, K, G, w, D]
-        logits = jnp.einsum("bkgwd,bnkd->bkgwn", rows, keys) / np.sqrt(keys.shape[-1])
+        logits = jnp.einsum("bkgwd,bnkd->bkgwn", rows, keys) / math.sqrt(keys.shape[-1])
         position = jnp.arange(keys.shape[1], dtype=jnp.int32)
         first = (lengths - self.window)[:, None, None]
         own = first + jnp.arange(self.window, dtype=jnp.int32)[None, :, None]
@@ -172,7 +173,7 @@ class expected_attention:  # noqa: N801
         mean = jnp.einsum("bij,bhj->bhi", turn, queries.mean)
         covariance = jnp.einsum("bij,bhjk,blk->bhil", turn, queries.covariance, turn)
         mean, covariance = (_split(each, num_heads) for each in (mean, covariance))
-        logits = jnp.einsum("bkgd,bnkd->bkgn", mean, keys) / np.sqrt(dim)
+        logits = jnp.einsum("bkgd,bnkd->bkgn", mean, keys) / math.sqrt(dim)
         spread = jnp.einsum("bnki,bkgij,bnkj->bkgn", keys, covariance, keys)
         logits += spread / (2 * dim)
         position = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
@@ -188,7 +189,9 @@ class expected_attention:  # noqa: N801
         assert self.rotate is not None
         position = lengths[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
         shape = (*position.shape, dim)
-        units = jnp.broadcast_to(jnp.eye(dim)[:, None, None], (dim, *shape))
+        units = jnp.broadcast_to(
+            jnp.eye(dim, dtype=jnp.float32)[:, None, None], (dim, *shape)
+        )
         at = jnp.broadcast_to(position[None], (dim, *position.shape))
         turned = self.rotate(units.reshape(-1, dim), at.reshape(-1))
         columns = jnp.mean(turned.reshape(dim, *shape), axis=2)  # [D, B, D]

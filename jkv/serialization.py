@@ -27,7 +27,7 @@ from jkv.decoding.texts.results import (
     Statistics,
 )
 from jkv.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
-from jkv.prefixes.arrays import Beside, Snapshots
+from jkv.prefixes.arrays import PairedBlocks, Snapshots
 from jkv.prefixes.index import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
@@ -41,8 +41,8 @@ from jkv.verbs.swapping import SwapIn
 _PLANNED = [node for backend in BACKENDS for node in backend.plan_nodes]
 DATACLASSES: tuple[type, ...] = (
     *(state.Cache, state.Metadata, state.Sequences, state.BlockGroup, state.Ring),
-    *(state.NoIndex, PrefixIndex, Beside, Snapshots),
-    *(state.Everything, state.SlidingWindow),
+    *(state.NoIndex, PrefixIndex, PairedBlocks, Snapshots),
+    *(state.FullAttention, state.SlidingWindow),
     *(state.Pruned, state.Unpruned),
     *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, Sampling, PromptLookup),

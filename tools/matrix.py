@@ -25,7 +25,7 @@ BACKENDS = ("CPU", "kernel, interpreted", "CUDA", "ROCm")
 WORDS = {
     "tested": "run on that backend and compared, by the tests named",
     "timed": "run and timed on an NVIDIA H100, beside others and with its results kept",
-    "compiled": "compiled to machine code for cards of that kind, not run",
+    "compiled": "compiled to machine code for GPUs of that kind, not run",
     "refused": "an error that says what to change, held by a test",
     "plain": "no kernel of its own: XLA's path, as on the CPU; nothing was run there",
     "-": "does not apply",
@@ -123,7 +123,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "int4",
             ("tested", "tested", "compiled", "compiled"),
             (
-                "test_packed.py::test_attention_is_that_of_what_is_read",
+                "test_packed.py::test_attention_equals_float32_over_decoded_rows",
                 "test_pallas.py::test_equals_the_plain_loop",
                 "test_kernel_machine_code.py::test_nothing_spills",
             ),
@@ -168,8 +168,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "float32, float16",
             ("tested", "tested", "compiled", "compiled"),
             (
-                "test_gradients.py::test_equal_those_of_the_reference",
-                "test_kernel_derivative.py::test_equal_those_of_the_plain_path",
+                "test_gradients.py::test_gradients_equal_the_reference",
+                "test_kernel_derivative.py::test_gradients_equal_the_plain_path",
                 DERIVATIVE_SPILLS,
             ),
             (gradient("float16", "sm_90"), gradient("float32", "gfx942")),
@@ -195,10 +195,10 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "the kernel by name: head dims off 8, off 16 above 240, or above 576",
             "all",
             ("-", "refused", "refused", "refused"),
-            ("test_pallas.py::test_refusals_say_why",),
+            ("test_pallas.py::test_refusals_give_the_reason",),
         ),
         Row(
-            "the kernel by name, on a card without a tile for the dtype",
+            "the kernel by name, on a GPU without a tile for the dtype",
             "float32",
             ("-", "-", "refused", "refused"),
             (
@@ -283,7 +283,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (step("llama-8b, heads on 8 cards"), step("llama-8b, blocks on 8 cards")),
         ),
     ),
-    "Texts": (
+    "Generation": (
         Row(
             "generate: a queue in one jit",
             "float32, bfloat16",
@@ -300,11 +300,11 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("test_filters_parity.py::test_filters_equal_hugging_face",),
         ),
         Row(
-            "guesses: looked up, drafted",
+            "draft tokens: prompt lookup, draft model",
             "float32",
             ("tested", "-", "plain", "plain"),
             (
-                "test_speculation.py::test_texts_are_those_without_guesses_in_every_pool",
+                "test_speculation.py::test_speculation_preserves_sequences_in_every_pool",
                 "test_draft_model.py::"
                 "test_greedy_texts_are_the_models_own_in_every_pool",
             ),
@@ -313,7 +313,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "beams",
             "float32",
             ("tested", "-", "plain", "plain"),
-            ("test_beam_search.py::test_texts_and_scores_are_those_of_plain_python",),
+            ("test_beam_search.py::test_beams_equal_plain_python",),
         ),
         Row(
             "scores of texts and trees, with gradients",

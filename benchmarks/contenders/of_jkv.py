@@ -13,7 +13,7 @@ import jkv
 from contenders.workloads import ROOT, Workload
 from jkv import decoding
 from jkv.attention.backend import Backend
-from jkv.attention.xla.face import Xla
+from jkv.attention.xla.interface import Xla
 from jkv.serving import Engine
 
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from served.asking.body import Asked
+from served.asking.body import ParsedBody
 from served.asking.showing import Shown, read_fields
 from served.display import Display
 from served.loading import Served
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
     number: int
     form: Form
-    asked: Asked
+    parsed: ParsedBody
     shown: Shown
 
 
@@ -83,12 +83,12 @@ class Batch:
                 return
             if (line := self._read(number)) is None:
                 continue
-            asked = line.asked
-            if asked.language is None and asked.rules is None:
+            parsed = line.parsed
+            if parsed.language is None and parsed.rules is None:
                 self._submit(line, None)
                 continue
             held = self._threads.submit(
-                self._served.hold, asked.language, asked.rules, MOST_SECONDS
+                self._served.hold, parsed.language, parsed.rules, MOST_SECONDS
             )
             self._waiting[held] = line
 
@@ -114,24 +114,24 @@ class Batch:
             # The same again, should it be computed a second time.
             fields = {"seed": number} | dict(form.fields)
             is_chat = form.kind.is_chat
-            asked, shown = read_fields(self._served, fields, is_chat=is_chat)
-            asked = form.kind.bound(self._served, form.body, asked)
-            _check(asked, shown)
+            parsed, shown = read_fields(self._served, fields, is_chat=is_chat)
+            parsed = form.kind.bound(self._served, form.body, parsed)
+            _check(parsed, shown)
         except Exception as error:  # after any error the others are answered
             self._fail(number, error)
             return None
-        return Line(number, form, asked, shown)
+        return Line(number, form, parsed, shown)
 
     def _submit(self, line: Line, processor: Future[Held] | None) -> None:
         try:
             held = Held() if processor is None else processor.result()
         except Refused as error:
             return self._fail(line.number, error)
-        if line.asked.request.max_new_tokens == 0:  # echoed only
+        if line.parsed.request.max_new_tokens == 0:  # echoed only
             held.release()
-            return self._write(line, [_nothing()] * line.asked.request.n)
+            return self._write(line, [_nothing()] * line.parsed.request.n)
         request = dataclasses.replace(
-            line.asked.request, tokens=line.asked.prompts[0], variant=held.variant
+            line.parsed.request, tokens=line.parsed.prompts[0], variant=held.variant
         )
         try:
             number = self._served.engine.submit(request)
@@ -151,8 +151,8 @@ class Batch:
         chosen = select_likely(found, line.shown.num_choices)
         num_new = sum(len(each.tokens) for each in found)
         try:
-            is_told = all(each.reason in REASONS for each in chosen)
-            whole = self._reply(line).whole(chosen, num_new) if is_told else {}
+            is_final = all(each.reason in REASONS for each in chosen)
+            whole = self._reply(line).whole(chosen, num_new) if is_final else {}
             result = write_answer(text, line.form, chosen, whole)
         except Refused as error:
             return self._fail(line.number, error)
@@ -163,14 +163,14 @@ class Batch:
         """Return the writer of a line's texts."""
         scored: Sequence[Scored] = ()
         if line.shown.has_prompt_logprobs and self._served.scorer is not None:
-            scored = self._served.scorer.score(line.asked.prompts)
+            scored = self._served.scorer.score(line.parsed.prompts)
         kind, body = line.form.kind, line.form.body
-        return kind.reply(self._served, body, line.asked, line.shown, scored)
+        return kind.reply(self._served, body, line.parsed, line.shown, scored)
 
 
-def _check(asked: Asked, shown: Shown) -> None:
+def _check(parsed: ParsedBody, shown: Shown) -> None:
     """Refuse fields that a result does not have."""
-    if len(asked.prompts) > 1:
+    if len(parsed.prompts) > 1:
         raise Refused("a line has one prompt", "prompt")
     if shown.is_streamed:
         raise Refused("stream is not served of a batch; leave it out", "stream")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from generating.ending import FAILED, answering_errors, fail
+from generating.exiting import FAILED, answering_errors, fail
 from served import processes
 from served.asking.languages import FIELDS as LANGUAGE_FIELDS
 from served.asking.rules import FIELDS as RULE_FIELDS
@@ -57,11 +57,11 @@ def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> 
 
 def load_for(options: argparse.Namespace, lines: list[str]) -> Served:
     """Load the model, with room for grammars and rules if a line asks for any."""
-    asked = {name for line in lines for name in _list_names(line)}
+    parsed = {name for line in lines for name in _list_names(line)}
     return load(
         options,
-        max_grammars=MOST_GRAMMARS if asked & LANGUAGE_FIELDS else 0,
-        max_rules=options.max_running if asked & RULE_FIELDS.keys() else 0,
+        max_grammars=MOST_GRAMMARS if parsed & LANGUAGE_FIELDS else 0,
+        max_rules=options.max_running if parsed & RULE_FIELDS.keys() else 0,
     )
 
 

@@ -2,6 +2,6 @@
 
 Files in reading order: ``command.py`` (the generation), ``prompts.py`` (texts become
 tokens), ``output.py`` (tokens become text), ``options.py`` (the command line); and for
-all examples ``arguments.py`` (values that are checked) and ``ending.py`` (how a command
-ends).
+all examples ``arguments.py`` (values that are checked) and ``exiting.py`` (how a
+command ends).
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .ending import BAD_VALUE
+from .exiting import BAD_VALUE
 
 # The gain over bfloat16, and the largest cost on two models, as in
 # jkv/formats/table.py, which is not imported, so that --help comes at once.

@@ -18,7 +18,7 @@ from jkv.decoding import GenerationConfig, spread_seeds
 from jkv.serving import Engine, StopSizes
 
 from . import output, prompts
-from .ending import answering_errors
+from .exiting import answering_errors
 from .options import SAMPLING
 
 # Fewer steps a window show text sooner, more spend less time between windows.

@@ -21,7 +21,8 @@ class Architecture:
     fused_experts: of experts in one tensor, whether it is [experts, in, out] with
         matching "columns" alternating, or it is [experts, out, in] and one lies below
         the other in the "rows".
-    ignored: how names of tensors begin that are not read: layers that guess tokens.
+    ignored: how names of tensors begin that are not read: multi-token prediction
+      layers.
     has_windows: whether layers may have the window that config.json speaks of.
     biases: of the projections: as config.json requests, those of queries, keys and
         values, or none.

@@ -10,14 +10,14 @@ from .layers import Weights, linear, linear_each, norm, scale_to_unit
 from .parts import Latent
 from .rope import rotate
 
-Turns = tuple[jax.Array, jax.Array]  # cosine and sine, f32[R, 1, turned dim / 2]
+Rotations = tuple[jax.Array, jax.Array]  # cosine and sine, f32[R, 1, turned dim / 2]
 
 
 def attend(
     config: DecoderConfig,
     weights: Weights,
     x: jax.Array,
-    turns: Turns,
+    turns: Rotations,
     cache: jkv.Cache,
     layer: jax.Array,
     batch: jkv.Batch,
@@ -84,7 +84,7 @@ def _turn_heads(
     config: DecoderConfig,
     weights: Weights,
     rows: jax.Array,
-    turns: Turns,
+    turns: Rotations,
     name: str,
     dim: int | None = None,
 ) -> jax.Array:
@@ -110,7 +110,11 @@ def _shape_values(config: DecoderConfig, rows: jax.Array, dim: int) -> jax.Array
 
 
 def _project_latent(
-    config: DecoderConfig, latent: Latent, weights: Weights, x: jax.Array, turns: Turns
+    config: DecoderConfig,
+    latent: Latent,
+    weights: Weights,
+    x: jax.Array,
+    turns: Rotations,
 ) -> tuple[jax.Array, jax.Array]:
     """Return queries [R, H, C + T] and keys [R, 1, C + T]; C components are the values.
 

@@ -194,8 +194,8 @@ class DecoderConfig:
     @property
     def has_loops(self) -> bool:
         """True if layers alike share a loop; others' keys need a layer's own number."""
-        is_told = self.key_layers or self.layer_heads
-        return self.loop_layers and not (self.scan_layers or is_told)
+        is_varied = self.key_layers or self.layer_heads
+        return self.loop_layers and not (self.scan_layers or is_varied)
 
     @property
     def has_states(self) -> bool:

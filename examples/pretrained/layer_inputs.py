@@ -13,7 +13,7 @@ from .config import DecoderConfig
 from .layers import Weights, bend, embed, linear, norm
 
 
-def tell_layers(
+def embed_layer_inputs(
     config: DecoderConfig,
     params: Weights,
     tokens: jax.Array,
@@ -35,13 +35,18 @@ def tell_layers(
     shared = norm(
         config, shared * config.hidden_size**-0.5, params, "layer_projection_norm"
     )
-    told = (shared + own * config.layer_inputs.dim**0.5) * 2**-0.5
-    return jnp.swapaxes(told, 0, 1)
+    layer_inputs = (shared + own * config.layer_inputs.dim**0.5) * 2**-0.5
+    return jnp.swapaxes(layer_inputs, 0, 1)
 
 
-def take_told(
-    config: DecoderConfig, weights: Weights, hidden: jax.Array, told: jax.Array
+def apply_layer_input(
+    config: DecoderConfig, weights: Weights, hidden: jax.Array, layer_inputs: jax.Array
 ) -> jax.Array:
     """Return a layer's addition to its rows [R, E] for its input, [R, P]."""
-    gated = bend(config, linear(hidden, weights, "told_gate")) * told
-    return norm(config, linear(gated, weights, "told_output"), weights, "told_norm")
+    gated = bend(config, linear(hidden, weights, "layer_input_gate")) * layer_inputs
+    return norm(
+        config,
+        linear(gated, weights, "layer_input_output"),
+        weights,
+        "layer_input_norm",
+    )

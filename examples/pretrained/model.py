@@ -24,12 +24,12 @@ import jax.numpy as jnp
 
 import jkv
 
-from .attention import Turns, attend
+from .attention import Rotations, attend
 from .caches import attention_fields, choose_config
 from .checkpoint import Params
 from .config import ATTENTION, DecoderConfig, Run
 from .experts import mix_experts
-from .layer_inputs import take_told, tell_layers
+from .layer_inputs import apply_layer_input, embed_layer_inputs
 from .layers import Layers, Weights, cap, embed, multiply, norm, perceptron
 from .mixers import MIXERS
 from .rope import turns
@@ -95,13 +95,15 @@ class Decoder:
         """
         config = self.config
         tokens, hidden = _embed_rows(config, params, tokens, batch)
-        told = None
+        layer_inputs = None
         if config.layer_inputs is not None:
-            told = tell_layers(config, params, tokens, batch.valid, hidden)
+            layer_inputs = embed_layer_inputs(
+                config, params, tokens, batch.valid, hidden
+            )
         all_turns = _stack_turns(config, batch)
         for run, weights in _join_runs(config, params["layers"]):
             hidden, cache = _run_layers(
-                config, run, weights, hidden, told, all_turns, cache, batch
+                config, run, weights, hidden, layer_inputs, all_turns, cache, batch
             )
         if not all_rows:
             # Requests without rows point past the end: filled with zeros.
@@ -166,8 +168,8 @@ def _run_layers(
     run: Run,
     weights: Weights | Layers,
     hidden: jax.Array,
-    told: jax.Array | None,
-    all_turns: Turns,
+    layer_inputs: jax.Array | None,
+    all_turns: Rotations,
     cache: jkv.Cache,
     batch: jkv.Batch,
 ) -> tuple[jax.Array, jkv.Cache]:
@@ -199,8 +201,10 @@ def _run_layers(
                 fed = perceptron(config, normed, weights)
             fed = norm(config, fed, weights, "mlp_post_norm")
             hidden = hidden + fed * config.residual_scale
-        if told is not None:
-            hidden = hidden + take_told(config, weights, hidden, told[number])
+        if layer_inputs is not None:
+            hidden = hidden + apply_layer_input(
+                config, weights, hidden, layer_inputs[number]
+            )
         if config.has_layer_scales:
             hidden = hidden * weights["layer_scale"][None, :]
         return hidden, cache
@@ -299,7 +303,7 @@ def _scan_periods(config, run, run_layer, carry, weights):
     return carry
 
 
-def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
+def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
     """Return the rotations of kinds of layers, f32[kinds, R, 1, turned dim / 2] each.
 
     Where kinds turn dims of other sizes, which run one by one, they are tuples.

@@ -49,9 +49,9 @@ NAMES = {
     "layer_embedding": "embed_tokens_per_layer.weight",
     "layer_projection": "per_layer_model_projection.weight",
     "layer_projection_norm": "per_layer_projection_norm.weight",
-    "told_gate": "per_layer_input_gate.weight",
-    "told_output": "per_layer_projection.weight",
-    "told_norm": "post_per_layer_input_norm.weight",
+    "layer_input_gate": "per_layer_input_gate.weight",
+    "layer_input_output": "per_layer_projection.weight",
+    "layer_input_norm": "post_per_layer_input_norm.weight",
     "query_down": "self_attn.q_a_proj.weight",
     "query_down_norm": "self_attn.q_a_layernorm.weight",
     "query_up": "self_attn.q_b_proj.weight",
@@ -80,7 +80,9 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
     if config.layer_inputs:
         dim, hidden = config.layer_inputs.dim, config.hidden_size
         table |= list_whole(
-            told_gate=(dim, hidden), told_output=(hidden, dim), told_norm=(hidden,)
+            layer_input_gate=(dim, hidden),
+            layer_input_output=(hidden, dim),
+            layer_input_norm=(hidden,),
         )
     if config.has_layer_scales:
         table |= list_whole(layer_scale=(1,))
@@ -103,12 +105,12 @@ def model_tensors(config: DecoderConfig) -> dict[str, Source]:
         name: Source(shape, shape, name=f"{row.prefix}{names[name]}")
         for name, shape in (("embedding", matrix), ("final_norm", vector))
     }
-    if told := config.layer_inputs:
-        width = config.num_layers * told.dim
+    if layer_inputs := config.layer_inputs:
+        width = config.num_layers * layer_inputs.dim
         for name, shape in (
-            ("layer_embedding", (told.vocab_size, width)),
+            ("layer_embedding", (layer_inputs.vocab_size, width)),
             ("layer_projection", (width, config.hidden_size)),
-            ("layer_projection_norm", (told.dim,)),
+            ("layer_projection_norm", (layer_inputs.dim,)),
         ):
             table[name] = Source(shape, shape, name=f"{row.prefix}{names[name]}")
     if config.has_norm_bias:

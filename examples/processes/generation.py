@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pretrained
-from generating.ending import BAD_VALUE, answering_errors, fail
+from generating.exiting import BAD_VALUE, answering_errors, fail
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jkv

@@ -35,7 +35,7 @@ RETRY_SECONDS = 120.0
 RETRY_PAUSE = 0.2
 
 
-class Told(NamedTuple):
+class ReplicaStats(NamedTuple):
     """A replica's information about its engine."""
 
     numbers: EngineStats
@@ -61,7 +61,7 @@ def make_endpoint(
 
     async def show_numbers(_: Request) -> Response:
         answers = await find_replicas().broadcast("read_stats").results_async()
-        told = {name: Told(stats) for name, stats in answers}
+        told = {name: ReplicaStats(stats) for name, stats in answers}
         text = await asyncio.to_thread(render, told, label="replica")
         return Response(text, media_type="text/plain; version=0.0.4")
 

@@ -20,12 +20,12 @@ from .endpoints.connections import Bounds
 from .endpoints.continuing import count_input, count_message, make_endpoint
 from .endpoints.describing import describe
 from .endpoints.gate import (
+    announce_end,
     ask_for_key,
     name_request,
     refuse_long_heads,
     refuse_two_lengths,
     respond,
-    tell_of_end,
 )
 from .endpoints.tokens import list_token_routes
 from .loading import Served
@@ -78,7 +78,7 @@ def make_app(
             *describe(served),
         ],
         middleware=_list_middleware(api_key, allowed_origins, bounds),
-        exception_handlers={HTTPException: tell_status, Exception: tell_crash},
+        exception_handlers={HTTPException: write_status, Exception: write_crash},
         lifespan=lifespan,
     )
     # Where to would be taken from the Host header, which anybody may send.
@@ -91,7 +91,7 @@ def _list_middleware(
 ) -> list[Middleware]:
     """Return the middleware before the endpoints; the first is the outermost."""
     found = [
-        Middleware(tell_of_end),
+        Middleware(announce_end),
         Middleware(name_request),
         Middleware(refuse_long_heads, most=bounds.head_bytes),
     ]
@@ -109,7 +109,7 @@ def _list_middleware(
     return [*found, Middleware(refuse_two_lengths)]
 
 
-async def tell_status(request: Request, error: Exception) -> Response:
+async def write_status(request: Request, error: Exception) -> Response:
     """Answer requests without an endpoint: another address, or another method."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
@@ -117,6 +117,6 @@ async def tell_status(request: Request, error: Exception) -> Response:
     return respond(Refused(text, status=error.status_code, headers=headers))
 
 
-async def tell_crash(_: Request, error: Exception) -> Response:
+async def write_crash(_: Request, error: Exception) -> Response:
     """Answer when the server has a mistake; its log has more."""
     return respond(Refused(f"the server failed: {type(error).__name__}", status=500))

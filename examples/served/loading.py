@@ -28,6 +28,8 @@ from .replying.spelling import Spelling
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
 ROOM_SECONDS = 60.0  # in which a request's grammar is compiled, and has room
 MOST_CONTEXT = 4096  # where nobody says: the pool has room for it
+LONGER = 8  # contexts of a text that drops its oldest tokens
+SINKS = 4  # first tokens, which are never dropped
 
 # Of Hermes, Qwen and others.
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
@@ -57,6 +59,8 @@ class Served(NamedTuple):
     vocabulary_size: int = 0  # tokens that the model knows
     tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
     store: jkv.BlockStore | None = None  # where cached blocks go
+    roll: jkv.Roll | None = None  # how a full context drops tokens
+    slots: int = 0  # of a full context
 
     @property
     def keep_classes(self) -> int:
@@ -67,6 +71,16 @@ class Served(NamedTuple):
     def name(self) -> str:
         """The model's name."""
         return self.known_as or self.folder.resolve().name
+
+    def count_dropped(self, num_tokens: int) -> int:
+        """Return how many tokens a text of so many has dropped; its last has no slot.
+
+        Args:
+            num_tokens: of the prompt and the answer.
+        """
+        if self.roll is None:
+            return 0
+        return self.roll.count_dropped(num_tokens - 1, self.slots)
 
     def hold(
         self,
@@ -126,6 +140,8 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
     add("--max-new-tokens", type=int, help=said)
     add("--served-model-name", help="what clients call the model; its folder's name")
     add_stored_dtypes(parser)
+    said = "a full context drops N of its oldest tokens, so that a text may have"
+    add("--roll", type=int, metavar="N", help=f"{said} {LONGER} contexts")
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
@@ -204,7 +220,12 @@ def load(
         value_dtype=options.value_dtype,
         prefix_caching=True,
         num_blocks=options.blocks,
+        pruning=options.roll is not None,
     )
+    slots, roll = context, None
+    if options.roll is not None:
+        roll = jkv.Roll(first=SINKS, step=options.roll)
+        context *= LONGER
     stop_tokens = tuple(model.config.stop_tokens)
     languages = None
     if max_grammars and stop_tokens:
@@ -216,6 +237,8 @@ def load(
     fields = dict(
         max_running=options.max_running,
         max_new_tokens=context,
+        max_prompt_tokens=context,
+        roll=roll,
         row_counts=(options.rows,) if options.rows else None,
         stop_tokens=stop_tokens,
         stop_sizes=StopSizes(most_stop_tokens, 0, 0),
@@ -249,6 +272,8 @@ def load(
         vocabulary_size=model.config.vocab_size,
         tool_tags=tool_tags,
         store=store,
+        roll=roll,
+        slots=slots,
     )
 
 

@@ -15,7 +15,7 @@ from socket import socket
 from typing import Any
 
 import jax
-from generating.ending import FAILED, answering_errors, end_now
+from generating.exiting import FAILED, answering_errors, end_now
 from processes.joining import join, make_mesh
 from processes.launching import launch
 from processes.options import add_membership, find_wrong_membership

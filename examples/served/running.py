@@ -5,7 +5,7 @@ import os
 import socket
 
 import uvicorn
-from generating.ending import FAILED, end_now
+from generating.exiting import FAILED, end_now
 
 from jkv.serving import Engine
 

@@ -101,7 +101,7 @@ def read_measures(cluster: Any) -> dict[str, list[float]]:
     }
 
 
-def tell_ratios(found: dict[str, list[float]]) -> str:
+def format_ratios(found: dict[str, list[float]]) -> str:
     """Return a line about the differences that `read_measures` found."""
     differences = found["log_ratio/abs_max"]
     least, most = min(found["is_ratio/min"]), max(found["is_ratio/max"])

@@ -239,7 +239,7 @@ def paged_attention(
         implementation, by_position=by_position, return_lse=return_lse, scale=scale
     )
     call = Call(
-        queries=pools.formats.key.turn(queries),
+        queries=pools.formats.key.rotate(queries),
         pools=_with_whole_values(pools),
         layer=jnp.asarray(layer, jnp.int32),
         requests=make_requests(
@@ -262,7 +262,7 @@ def paged_attention(
     )
     is_empty = call.num_rows == 0 or call.num_requests == 0
     output, lse = empty_results(call) if is_empty else choice.serve(call)
-    output = pools.formats.value.turn_back(output)[..., : pools.value_dim]
+    output = pools.formats.value.rotate_back(output)[..., : pools.value_dim]
     return (output, lse) if return_lse else output
 
 

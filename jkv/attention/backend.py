@@ -20,23 +20,23 @@ from jkv.attention.slots import SlotWrite
 DEFAULT = "default"
 
 
-class Card(NamedTuple):
+class DeviceType(NamedTuple):
     """A platform and GPU target that a program is lowered for."""
 
     platform: str  # as JAX names it: "rocm", "cuda", "cpu"; or `DEFAULT`
     target: str | None  # such as "gfx942" or "sm_90"; None if unknown
 
 
-def find_card(platform: str) -> Card:
+def find_device(platform: str) -> DeviceType:
     """Return the platform with its GPU target, if it has one."""
     is_gpu = platform in ("rocm", "cuda")
-    return Card(platform, find_target(platform) if is_gpu else None)
+    return DeviceType(platform, find_target(platform) if is_gpu else None)
 
 
-def find_gpu() -> Card | None:
+def find_gpu() -> DeviceType | None:
     """Return the local GPU, None without one."""
-    cards = map(find_card, ("rocm", "cuda"))
-    return next((card for card in cards if card.target is not None), None)
+    devices = map(find_device, ("rocm", "cuda"))
+    return next((device for device in devices if device.target is not None), None)
 
 
 def find_target(
@@ -116,7 +116,7 @@ class Backend:
     name: ClassVar[str]  # value of `implementation=`
     # Platforms on which it may be named, and on which it is a default.
     platforms: ClassVar[tuple[str, ...]] = (DEFAULT,)
-    unasked: ClassVar[tuple[str, ...]] = ()
+    default_platforms: ClassVar[tuple[str, ...]] = ()
     # Supports `by_position` (batch-invariant) calls.
     is_by_position: ClassVar[bool] = False
     # Returns a float32 log-sum-exp. Other backends serve `return_lse` and
@@ -138,12 +138,12 @@ class Backend:
         del scale, is_named
         return self
 
-    def why_not(self, call: Call, card: Card) -> str | None:
+    def why_not(self, call: Call, device: DeviceType) -> str | None:
         """Return the reason it cannot serve a call, None if it can."""
-        del call, card
+        del call, device
         return None
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H].
 
         The log-sum-exp is the natural logarithm of the softmax denominators. Rows that
@@ -151,23 +151,23 @@ class Backend:
         """
         raise NotImplementedError
 
-    def why_not_derived(self, call: Call, card: Card) -> str | None:
+    def why_not_derived(self, call: Call, device: DeviceType) -> str | None:
         """Return the reason it cannot differentiate a call, None if it can."""
-        del call, card
+        del call, device
         return f"{self.name} has no derivative"
 
     def differentiate(
-        self, call: Call, cotangents: Cotangents, card: Card
+        self, call: Call, cotangents: Cotangents, device: DeviceType
     ) -> Gradients:
         """Return the gradients of a call that any backend has computed."""
         raise NotImplementedError
 
-    def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
+    def why_not_stored(self, write: SlotWrite, device: DeviceType) -> str | None:
         """Return the reason it cannot store these rows, None if it can."""
-        del write, card
+        del write, device
         return f"{self.name} stores no rows"
 
-    def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
+    def store(self, write: SlotWrite, device: DeviceType) -> dict[str, jax.Array]:
         """Return the arrays with the rows stored, bit-identical to `scatter`.
 
         On GPUs, quantized elements may be off by one unit (`jkv.formats.scaled`).
@@ -200,16 +200,16 @@ class Refusal(Backend):
 
     reason: str
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Return a placeholder of the result's shape."""
-        del card
+        del device
         return _bind(self.reason, call.results)
 
     def differentiate(
-        self, call: Call, cotangents: Cotangents, card: Card
+        self, call: Call, cotangents: Cotangents, device: DeviceType
     ) -> Gradients:
         """Return placeholders of the gradients' shapes."""
-        del cotangents, card
+        del cotangents, device
         return _bind(self.reason, shape_gradients(call))
 
 

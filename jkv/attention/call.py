@@ -75,7 +75,7 @@ class Pools:
     def stored_keys(self) -> Stored:
         """The keys."""
         parts = {"pool": self.keys, "scales": self.key_scales}
-        return Stored(_those_there(parts), self.formats.key)
+        return Stored(_present(parts), self.formats.key)
 
     @property
     def stored_values(self) -> Stored | None:
@@ -83,7 +83,7 @@ class Pools:
         if self.values is None:
             return None
         parts = {"pool": self.values, "scales": self.value_scales}
-        return Stored(_those_there(parts), self.formats.value)
+        return Stored(_present(parts), self.formats.value)
 
     @property
     def dtypes(self) -> set[np.dtype[Any]]:
@@ -303,13 +303,13 @@ def make_pools(
     )
 
 
-def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
+def _present(parts: dict[str, jax.Array | None]) -> Parts:
     return {name: array for name, array in parts.items() if array is not None}
 
 
 def make_requests(
     # arrays of any integer type; out-of-range entries are padding
-    asked: Requests,
+    given: Requests,
     *,
     num_rows: int,  # of the call, R
     block_size: int,  # tokens of a whole block
@@ -318,7 +318,7 @@ def make_requests(
 ) -> Requests:
     """Convert requests to i32 and replace out-of-range entries by padding."""
     block_tables, seq_ids, query_starts, query_lengths, context_lengths = (
-        jnp.asarray(array).astype(jnp.int32) for array in asked
+        jnp.asarray(array).astype(jnp.int32) for array in given
     )
     num_sequences, max_blocks = block_tables.shape
 

@@ -19,19 +19,19 @@ from jax import lax
 from jkv.attention.backend import (
     DEFAULT,
     Backend,
-    Card,
     Cotangents,
+    DeviceType,
     Gradients,
     Refusal,
     StepShape,
-    find_card,
+    find_device,
 )
 from jkv.attention.call import Call, Past, Pools, Requests, call_of
 from jkv.attention.cudnn import Cudnn
-from jkv.attention.kernel.face import Pallas, Triton
+from jkv.attention.kernel.interface import Pallas, Triton
 from jkv.attention.reference import Reference
 from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
-from jkv.attention.xla.face import SideBySide, Xla
+from jkv.attention.xla.interface import SideBySide, Xla
 from jkv.sharding.loops import is_manual, vary_over, varying_axes
 
 _PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
@@ -46,7 +46,7 @@ _SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
 Results = TypeVar("Results")
 
 
-WhyNot = Callable[[Backend, Card], str | None]
+WhyNot = Callable[[Backend, DeviceType], str | None]
 
 
 Store = Callable[[SlotWrite], dict[str, jax.Array]]
@@ -81,7 +81,7 @@ class Choice:
         """Compute the gradients, independently of the backend of the result."""
         named, backends = self._named_with_lse, self._with_lse
         found = _find(
-            named, backends, lambda one, card: one.why_not_derived(call, card)
+            named, backends, lambda one, device: one.why_not_derived(call, device)
         )
         return choose_platform(call, cotangents, **_on_cards(found, "differentiate"))
 
@@ -89,7 +89,7 @@ class Choice:
         backends = self.backends
         if call.by_position:
             backends = tuple(one for one in backends if one.is_by_position)
-        found = _find(named, backends, lambda one, card: one.why_not(call, card))
+        found = _find(named, backends, lambda one, device: one.why_not(call, device))
         return choose_platform(call, **_on_cards(found, "attend"))
 
     @property
@@ -232,7 +232,7 @@ def plan(
     return {name: made for name, made in found.items() if made is not None}
 
 
-class PlainReasons(NamedTuple):
+class FallbackReasons(NamedTuple):
     """The reasons for plain XLA on a device; None where a kernel is used."""
 
     forward: str | None
@@ -242,21 +242,23 @@ class PlainReasons(NamedTuple):
 def explain_choice(
     queries: jax.Array,  # [R, H, D]; only shape and dtype are used
     pools: Pools,
-    card: Card,  # not of the platform DEFAULT
-) -> PlainReasons:
+    device: DeviceType,  # not of the platform DEFAULT
+) -> FallbackReasons:
     """Return the reasons for plain XLA in a call and in its derivative."""
     call = call_of(queries, pools)
     # A backend for prompts alone leaves all other rows to these.
     kernels = [one for one in BACKENDS if one.has_lse]
-    asked = [one for one in kernels if card.platform in one.unasked]
-    if not asked:
-        known = [name for one in kernels for name in one.unasked if name != DEFAULT]
+    candidates = [one for one in kernels if device.platform in one.default_platforms]
+    if not candidates:
+        known = [
+            name for one in kernels for name in one.default_platforms if name != DEFAULT
+        ]
         names = " and ".join(dict.fromkeys(known))
-        reason = f"there are kernels for {names}, not for {card.platform}"
-        return PlainReasons(reason, reason)
-    return PlainReasons(
-        _join_reasons([one.why_not(call, card) for one in asked]),
-        _join_reasons([one.why_not_derived(call, card) for one in asked]),
+        reason = f"there are kernels for {names}, not for {device.platform}"
+        return FallbackReasons(reason, reason)
+    return FallbackReasons(
+        _join_reasons([one.why_not(call, device) for one in candidates]),
+        _join_reasons([one.why_not_derived(call, device) for one in candidates]),
     )
 
 
@@ -269,7 +271,7 @@ def find_stores(
     write: SlotWrite,  # only formats, shapes and dtypes are used
 ) -> dict[str, Store]:
     """Return the store kernel of each platform that has one."""
-    found = find_first(BACKENDS, lambda one, card: one.why_not_stored(write, card))
+    found = find_first(BACKENDS, lambda one, device: one.why_not_stored(write, device))
     return _on_cards(found, "store")
 
 
@@ -313,13 +315,13 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
 
     Platforms that use the backend of DEFAULT have no entry.
     """
-    unasked = [platform for one in backends for platform in one.unasked]
+    names = [name for one in backends for name in one.default_platforms]
     found: dict[str, Backend] = {}
-    for platform in dict.fromkeys((DEFAULT, *unasked)):
-        card = find_card(platform)
+    for platform in dict.fromkeys((DEFAULT, *names)):
+        device = find_device(platform)
         for one in backends:
-            is_for_it = {platform, DEFAULT} & {*one.unasked}
-            if is_for_it and why_not(one, card) is None:
+            is_for_it = {platform, DEFAULT} & {*one.default_platforms}
+            if is_for_it and why_not(one, device) is None:
                 found[platform] = one
                 break
     default = found.get(DEFAULT)
@@ -329,7 +331,7 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
 def _on_cards(found: dict[str, Backend], method: str) -> dict[str, Any]:
     """Return a method of each platform's backend, bound to the platform's target."""
     return {
-        platform: functools.partial(getattr(one, method), card=find_card(platform))
+        platform: functools.partial(getattr(one, method), device=find_device(platform))
         for platform, one in found.items()
     }
 
@@ -340,20 +342,20 @@ def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:
     Raises:
       NotImplementedError: the local GPU, or every platform, is not supported.
     """
-    cards = [find_card(platform) for platform in named.platforms]
-    reasons = {card: why_not(named, card) for card in cards}
+    devices = [find_device(platform) for platform in named.platforms]
+    reasons = {device: why_not(named, device) for device in devices}
     found: dict[str, Backend] = {}
-    for card, reason in reasons.items():
+    for device, reason in reasons.items():
         if reason is None:
-            found[card.platform] = named
+            found[device.platform] = named
             continue
-        told = (
+        message = (
             f"implementation={named.name!r} does not support this call: {reason}; omit "
             f"implementation to select a supported backend"
         )
-        if card.target is not None or all(reasons.values()):
-            raise NotImplementedError(told)
-        found[card.platform] = Refusal(told)
+        if device.target is not None or all(reasons.values()):
+            raise NotImplementedError(message)
+        found[device.platform] = Refusal(message)
     names = " and ".join(platform.upper() for platform in named.platforms)
     elsewhere = (
         f"implementation={named.name!r} supports {names} only; omit implementation in "

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend, Card
+from jkv.attention.backend import Backend, DeviceType
 from jkv.attention.call import Call, Stored, check_call
 from jkv.formats.format import multiply_out
 from jkv.sharding.loops import vary_over, varying_axes
@@ -38,7 +38,7 @@ class Cudnn(Backend):
 
     name: ClassVar[str] = "cudnn"
     platforms: ClassVar[tuple[str, ...]] = ("cuda",)
-    unasked: ClassVar[tuple[str, ...]] = ("cuda",)
+    default_platforms: ClassVar[tuple[str, ...]] = ("cuda",)
     has_lse: ClassVar[bool] = False
 
     others: tuple[Backend, ...]  # the last one supports all calls
@@ -49,9 +49,9 @@ class Cudnn(Backend):
         """Specialize to a static scale."""
         return dataclasses.replace(self, scale=scale, is_named=is_named)
 
-    def why_not(self, call: Call, card: Card) -> str | None:
+    def why_not(self, call: Call, device: DeviceType) -> str | None:
         """Return the first unmet requirement of cuDNN."""
-        del card
+        del device
         pools, dtype, head_dim = call.pools, call.queries.dtype, call.queries.shape[2]
         if not self.is_named and (call.num_rows < MIN_ROWS or call.is_decoding):
             return f"cuDNN is faster only from {MIN_ROWS:,} prompt rows on"
@@ -83,13 +83,13 @@ class Cudnn(Backend):
             return str(error).rstrip(".")
         return None
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Compute the long prompt by cuDNN and all other rows by another backend."""
         assert self.scale is not None  # checked by `why_not`
-        other = next(one for one in self.others if one.why_not(call, card) is None)
+        other = next(one for one in self.others if one.why_not(call, device) is None)
         return attend_prompts(
             call,
-            attend=functools.partial(other.attend, card=card),
+            attend=functools.partial(other.attend, device=device),
             attend_contiguous=functools.partial(_attend_contiguous, scale=self.scale),
         )
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend, Card
+from jkv.attention.backend import Backend, DeviceType
 from jkv.attention.call import Call, Pools, Stored, check_call
 from jkv.formats.format import multiply_out
 
@@ -132,7 +132,7 @@ class Reference(Backend):
     # By JAX, so that it can verify the other backends' derivatives.
     is_differentiable: ClassVar[bool] = True
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Compute attention row by row."""
-        del card
+        del device
         return attend_reference(call)

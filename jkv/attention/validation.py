@@ -6,27 +6,27 @@ import numpy as np
 
 from jkv.arguments import expect
 from jkv.formats.format import Format, Numbers
-from jkv.formats.table import FORMATS, MEANINGS
+from jkv.formats.table import ENCODED_DTYPES, FORMATS
 from jkv.signatures import Integer
 
 
 def require_value_dim(
     value_dim: int | None,  # of the value pool; None without one
     head_dim: int,  # of the keys
-    asked: int | None,  # argument value_head_dim, required without a value pool
+    given: int | None,  # argument value_head_dim, required without a value pool
 ) -> int:
     """Return the value head dim after checking value_head_dim against the pools."""
     if value_dim is None:
-        if asked is None or not 0 < asked <= head_dim:
+        if given is None or not 0 < given <= head_dim:
             raise ValueError(
                 f"value_head_dim must be 1 to {head_dim}, the head dim of the keys, "
-                f"with value_pool=None, got {asked}"
+                f"with value_pool=None, got {given}"
             )
-        return asked
-    if asked not in (None, value_dim):
+        return given
+    if given not in (None, value_dim):
         raise ValueError(
             f"value_head_dim must equal the head dim of value_pool, {value_dim}, got "
-            f"{asked}; omit it, as only value_pool=None needs it"
+            f"{given}; omit it, as only value_pool=None needs it"
         )
     return value_dim
 
@@ -43,28 +43,28 @@ def require_format(
     each token, and only for quantized formats.
     """
     try:
-        asked = None if kv_dtype is None else jnp.dtype(kv_dtype)
+        given = None if kv_dtype is None else jnp.dtype(kv_dtype)
     except TypeError:
         raise ValueError(
             f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
         ) from None
     dtype = pool.dtype
-    if meanings := MEANINGS.get(dtype):
-        if asked not in meanings:
+    if meanings := ENCODED_DTYPES.get(dtype):
+        if given not in meanings:
             names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(
                 f"{name}_pool holds raw {dtype} bits: pass kv_dtype={names}, "
-                f"got {asked}"
+                f"got {given}"
             )
-        dtype = asked
+        dtype = given
     elif dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name}_pool must be floating point or int8, uint16 with "
             f"kv_dtype=bfloat16, or uint8 with kv_dtype int4 or an fp8 one, got {dtype}"
         )
-    elif asked is not None and dtype != asked:
+    elif given is not None and dtype != given:
         raise ValueError(
-            f"kv_dtype must match {name}_pool, {dtype}, got {asked}; omit it, as only "
+            f"kv_dtype must match {name}_pool, {dtype}, got {given}; omit it, as only "
             "pools of raw bits need it"
         )
     if scales is None:

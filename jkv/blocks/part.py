@@ -12,11 +12,11 @@ import numpy as np
 
 from jkv.blocks import pruning, sharing
 from jkv.blocks.sharing import BlockCopies
-from jkv.blocks.swapped import Brought, SwappedGroup, fetch_group
+from jkv.blocks.swapped import SwapInBlocks, SwappedGroup, fetch_group
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, ring, tables
 from jkv.metadata.lanes import Entries, for_each_entry, list_entries
-from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Selection, Step
+from jkv.metadata.part import Demand, Granted, Lengths, Masks, Selection, Served, Step
 from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
 from jkv.state.index import Found
 
@@ -27,14 +27,14 @@ class Opening(NamedTuple):
     number: int
     found: Found
     fresh: jax.Array  # i32[B], blocks to reserve in addition to the ones found
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Demand, ...]
 
     def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
         """Map the blocks found, so that they are not evicted."""
         return sharing.enter_found(metadata, self.number, row, self.found)
 
     def apply(
-        self, metadata: Metadata, done: Done
+        self, metadata: Metadata, done: Served
     ) -> tuple[Metadata, BlockCopies | None]:
         """Reserve fresh blocks after the blocks found; copy a partial match."""
         first, fresh = self.found.num_blocks, jnp.where(done.served, self.fresh, 0)
@@ -76,7 +76,7 @@ class Growing(NamedTuple):
 
     number: int
     mapped: jax.Array  # i32[B], blocks before the call
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Demand, ...]
 
     def apply(
         self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
@@ -85,7 +85,7 @@ class Growing(NamedTuple):
         number, (of_pool,) = self.number, granted
         # First release the blocks outside the window of this and all later steps.
         group, grows = metadata.groups[number], step.query_lengths > 0
-        group = tables.give_back(group, step.done.seq_ids, step.length, grows)
+        group = tables.slide_window(group, step.done.seq_ids, step.length, grows)
         metadata = metadata.with_group(number, group)
         # Fresh blocks follow the mapped ones.
         need = jnp.where(step.done.served, of_pool.num, 0)
@@ -117,20 +117,20 @@ class Sharing(NamedTuple):
     number: int
     group: BlockGroup  # before the call
     length: Lengths
-    past: sharing.Past
+    past: sharing.ParentBlocks
     wrongs: Masks
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def judge(self, eligible: jax.Array) -> "Sharing":
         """Count a block for each partly filled tail."""
         need = (eligible & (self.length.tail > 0)).astype(jnp.int32)
-        return self._replace(lacks=(Lack.of(self.group, need),))
+        return self._replace(lacks=(Demand.of(self.group, need),))
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, BlockCopies]:
         """Increment the reference counts of full blocks, and map them."""
         number, past, length = self.number, self.past, self.length
         group = metadata.groups[number]
-        group = sharing.count_owners(group, past, length, done.served)
+        group = sharing.reference_parents(group, past, length, done.served)
         metadata = metadata.with_group(number, group)
         return sharing.adopt(metadata, number, past, length, done)
 
@@ -141,20 +141,20 @@ class Exchanging(NamedTuple):
     number: int
     seq_ids: jax.Array  # i32[B]
     length: Lengths
-    past: sharing.Past
+    past: sharing.ParentBlocks
 
     def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
         """Increment the counts of the parents' full blocks; release the old blocks."""
         # In this order a block in both sets stays live.
         group = metadata.groups[self.number]
-        group = sharing.count_owners(group, self.past, self.length, served)
+        group = sharing.reference_parents(group, self.past, self.length, served)
         mapped = gather(group.num_mapped_blocks, self.seq_ids)
         gap = group.window.gaps_of(self.seq_ids)
         last = jnp.where(served, mapped, 0)
         group = tables.release_kept(group, self.seq_ids, last, gap)
         return metadata.with_group(self.number, group)
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, BlockCopies]:
         """Release the old blocks, and map the parents'."""
         metadata = self.release(metadata, done.served)
         return sharing.adopt(metadata, self.number, self.past, self.length, done)
@@ -177,7 +177,7 @@ class Cutting(NamedTuple):
         block = gather(group.block_tables, (self.seq_ids, column))
         has_others = gather(group.reference_counts, block) > 1
         is_shared = is_cut & has_others
-        lack = Lack.of(group, is_shared.astype(jnp.int32))
+        lack = Demand.of(group, is_shared.astype(jnp.int32))
         return CutBlocks(
             self.number, lengths, column, is_cut, block, is_shared, (lack,)
         )
@@ -192,9 +192,9 @@ class CutBlocks(NamedTuple):
     is_cut: jax.Array  # bool[B], True if the last block is partly filled
     block: jax.Array  # i32[B]
     is_shared: jax.Array  # bool[B], True if it is partly filled and shared
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Demand, ...]
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, BlockCopies]:
         """Release the blocks past the end, and copy shared last blocks."""
         number, group = self.number, metadata.groups[self.number]
         copied = self.is_shared & done.served
@@ -229,31 +229,31 @@ class Entering(NamedTuple):
     """Blocks for swapped-in sequences."""
 
     number: int
-    brought: Brought
-    lacks: tuple[Lack, ...]
+    to_enter: SwapInBlocks
+    lacks: tuple[Demand, ...]
 
     def apply(self, metadata: Metadata, row: jax.Array) -> tuple[Metadata, jax.Array]:
         """Map fresh blocks, shared as in the swapped-out tables."""
-        number, brought = self.number, self.brought
+        number, to_enter = self.number, self.to_enter
         group = metadata.groups[number]
         served, nothing = row < group.max_sequences, group.num_blocks
-        mapped = served[:, None] & (brought.block_tables < brought.num_blocks)
-        num_taken = jnp.where(jnp.any(served), brought.num_blocks, 0)
+        mapped = served[:, None] & (to_enter.block_tables < to_enter.num_blocks)
+        num_taken = jnp.where(jnp.any(served), to_enter.num_blocks, 0)
         # Local block numbers are the order in which the blocks leave the pool.
         metadata, before = allocator.take(metadata, number, num_taken)
-        block = jnp.where(mapped, ring.peek(before, brought.block_tables), nothing)
-        first = jnp.where(brought.is_first, block, nothing)
+        block = jnp.where(mapped, ring.peek(before, to_enter.block_tables), nothing)
+        first = jnp.where(to_enter.is_first, block, nothing)
         metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
 
         # The blocks have no references yet: each entry adds one.
         group = metadata.groups[number]
-        mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + brought.num_given_back
+        mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + to_enter.num_released
         metadata = metadata.changed(
             number,
             block_tables=scatter(group.block_tables, row, block),
             num_mapped_blocks=scatter(group.num_mapped_blocks, row, mapped),
             reference_counts=scatter_add(group.reference_counts, block, 1),
-            window=group.window.with_gaps(row, brought.num_given_back),
+            window=group.window.with_gaps(row, to_enter.num_released),
         )
         return metadata, block
 
@@ -296,7 +296,7 @@ class Blocks(NamedTuple):
         revivals = allocator.find_revivals(group, blocks)
         fresh = jnp.where(eligible, fresh, 0)
         wants = (fresh > 0) | revivals.wants
-        lack = Lack.of(group, fresh + revivals.costs, wants)
+        lack = Demand.of(group, fresh + revivals.costs, wants)
         return Opening(self.number, found, fresh, (lack,))
 
     def grow(
@@ -311,13 +311,13 @@ class Blocks(NamedTuple):
         mapped = gather(group.num_mapped_blocks, seq_ids)
         blocks = tables.num_blocks_for(new_length, group.block_size)
         need = jnp.where(eligible, jnp.maximum(blocks - mapped, 0), 0)
-        return Growing(self.number, mapped, (Lack.of(group, need),))
+        return Growing(self.number, mapped, (Demand.of(group, need),))
 
     def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Sharing:
         """Share full blocks, and copy partly filled last blocks."""
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(parents, length.tokens, group.block_size)
-        past = sharing.find_past(group, parents, length)
+        past = sharing.find_parent_blocks(group, parents, length)
         return Sharing(self.number, group, length, past, (cut_off,))
 
     def cut(
@@ -332,10 +332,10 @@ class Blocks(NamedTuple):
         """Move whole blocks, and copy the rows of others."""
         return pruning.Pruning.of(metadata, self.number, selection)
 
-    def enter(self, metadata: Metadata, brought: dict[int, Brought]) -> Entering:
+    def enter(self, metadata: Metadata, to_enter: dict[int, SwapInBlocks]) -> Entering:
         """Take as many blocks as the swapped-in sequences have."""
-        own = brought[self.number]
-        lack = Lack.of(metadata.groups[self.number], own.num_blocks[None])
+        own = to_enter[self.number]
+        lack = Demand.of(metadata.groups[self.number], own.num_blocks[None])
         return Entering(self.number, own, (lack,))
 
     def exchange(
@@ -346,7 +346,7 @@ class Blocks(NamedTuple):
         length: Lengths,
     ) -> Exchanging:
         """Release the old blocks, share the parents' full ones, copy their tails."""
-        past = sharing.find_past(metadata.groups[self.number], parents, length)
+        past = sharing.find_parent_blocks(metadata.groups[self.number], parents, length)
         return Exchanging(self.number, seq_ids, length, past)
 
     def close(

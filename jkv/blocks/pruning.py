@@ -25,7 +25,7 @@ import numpy as np
 from jkv.blocks.row_copies import RowCopies
 from jkv.indexing import gather, scatter
 from jkv.metadata import allocator, tables
-from jkv.metadata.part import Done, Lack, Masks, Selection
+from jkv.metadata.part import Demand, Masks, Selection, Served
 from jkv.metadata.xla_cpu import divide
 from jkv.state import BlockGroup, Metadata
 from jkv.state.windows import Columns
@@ -61,7 +61,7 @@ class Pruning(NamedTuple):
         moves = _find_moves(metadata, number, selection, kept)
         targets = _find_targets(metadata, number, moves)
         num_fresh = jnp.sum(targets.is_fresh, axis=1, dtype=jnp.int32)
-        lack = Lack.of(metadata.groups[number], num_fresh)
+        lack = Demand.of(metadata.groups[number], num_fresh)
         return PrunedBlocks(number, selection, kept, moves, targets, (lack,))
 
 
@@ -218,9 +218,9 @@ class PrunedBlocks(NamedTuple):
     kept: _Kept
     moves: _Moves
     targets: _Targets
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Demand, ...]
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, RowCopies]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, RowCopies]:
         """Map the new rows, release the blocks left over, and list the copies."""
         moves, targets = self.moves, self.targets
         nothing, served = metadata.groups[self.number].num_blocks, done.served[:, None]
@@ -244,7 +244,7 @@ class PrunedBlocks(NamedTuple):
         metadata = metadata.with_group(self.number, group)
         return metadata, self._list_copies(target)
 
-    def _map(self, metadata: Metadata, done: Done, mapped: jax.Array) -> Metadata:
+    def _map(self, metadata: Metadata, done: Served, mapped: jax.Array) -> Metadata:
         """Write new table rows, i32[B, C], without fresh blocks."""
         group, row = metadata.groups[self.number], done.rows(metadata)
         width = group.max_blocks_per_sequence - mapped.shape[1]
@@ -257,7 +257,9 @@ class PrunedBlocks(NamedTuple):
             window=group.window.with_gaps(row, self.kept.gap),
         )
 
-    def _take_fresh(self, metadata: Metadata, done: Done) -> tuple[Metadata, jax.Array]:
+    def _take_fresh(
+        self, metadata: Metadata, done: Served
+    ) -> tuple[Metadata, jax.Array]:
         """Take fresh blocks before any release; return them, i32[B, C]."""
         is_fresh = self.targets.is_fresh & done.served[:, None]
         flat = is_fresh.reshape(-1)
@@ -274,7 +276,7 @@ class PrunedBlocks(NamedTuple):
         return metadata, block.reshape(is_fresh.shape)
 
     def _release(
-        self, group: BlockGroup, done: Done, in_place: jax.Array
+        self, group: BlockGroup, done: Served, in_place: jax.Array
     ) -> BlockGroup:
         """Release the left blocks that no copy reuses, last columns first."""
         old, width = self.moves.old, group.max_blocks_per_sequence

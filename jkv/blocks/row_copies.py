@@ -22,7 +22,6 @@ from jkv.sharding.loops import fori_loop
 from jkv.sharding.storage_sharding import (
     POOL,
     POOL_HEADS,
-    DividedAxes,
     divided,
     over_devices,
     with_copies_of_heads,
@@ -62,21 +61,23 @@ def copy_rows(
     if not may_copy:
         return storage
     num_layers, num_heads = storage.num_layers, storage.num_kv_heads
-    slots = copies.slots
-    by_head = None
-    if slots.shape[1] > 1:
-        by_head = slots.reshape(-1, num_layers, num_heads, *slots.shape[2:])
-        by_head = with_copies_of_heads(storage.sharding, by_head, POOL_HEADS)
+    slots, sharding, mesh_axis = copies.slots, storage.sharding, None
+    if slots.shape[1] == 1:
+        slots = slots[:, :, None]
+    else:
+        slots = slots.reshape(-1, num_layers, num_heads, *slots.shape[2:])
+        slots = with_copies_of_heads(sharding, slots, POOL_HEADS)
+        if sharding is not None and sharding.heads in sharding.open_axes:
+            mesh_axis = sharding.heads
     operands = _Operands(
         arrays=storage.arrays,
-        by_head=by_head,
-        shared=slots[:, :, None] if by_head is None else None,
+        slots=slots,
         old=copies.old,
         target=copies.target,
         column=copies.column,
     )
     copy = over_devices(
-        storage.sharding,
+        sharding,
         _copy,
         _Operands,
         POOL,
@@ -84,6 +85,7 @@ def copy_rows(
         layers=layers,
         rotate=rotate,
         columns_per_trip=COLUMNS_PER_TRIP,
+        mesh_axis=mesh_axis,
     )
     return storage.with_arrays(copy(operands))
 
@@ -95,19 +97,17 @@ class _Operands:
 
     # The arrays of a group by name, [L, N, K, T, ...].
     arrays: Arrays = dataclasses.field(metadata=divided(POOL))
-    # i32[B, L, K, C, T], old slots, if layers and heads differ.
-    by_head: jax.Array | None = dataclasses.field(
-        metadata=divided(DividedAxes(POOL_HEADS))
-    )
-    # The other arrays are replicated.
-    shared: jax.Array | None  # i32[B, 1, 1, C, T], old slots of all layers and heads
+    # The other arrays are replicated. The slots of all heads, too: if they were
+    # sharded, XLA would shard the checks of a call and add collectives.
+    slots: jax.Array  # i32[B, L or 1, K or 1, C, T], old slots
     old: jax.Array  # i32[B, M]
     target: jax.Array  # i32[B, C]
     column: jax.Array  # i32[B, C]
 
 
 @functools.partial(
-    jax.jit, static_argnames=("formats", "layers", "rotate", "columns_per_trip")
+    jax.jit,
+    static_argnames=("formats", "layers", "rotate", "columns_per_trip", "mesh_axis"),
 )
 def _copy(
     operands: _Operands,
@@ -116,11 +116,14 @@ def _copy(
     layers: tuple[int, ...],
     rotate: Rotate | None,
     columns_per_trip: int,
+    mesh_axis: str | None,  # shards the heads of the arrays; None: slots are of these
 ) -> Arrays:
     """Copy the rows of each layer, a fixed number of columns at a time."""
-    slots = operands.shared if operands.by_head is None else operands.by_head
-    assert slots is not None
+    slots = operands.slots
     num_layers, num_blocks, num_heads, size = operands.arrays["key_pool"].shape[:4]
+    if mesh_axis is not None:
+        first = jax.lax.axis_index(mesh_axis) * num_heads
+        slots = jax.lax.dynamic_slice_in_dim(slots, first, num_heads, POOL_HEADS)
     num_columns = operands.target.shape[1]
     target = operands.target.reshape(-1)
     most = target.shape[0]

@@ -14,7 +14,7 @@ import numpy as np
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, tables
 from jkv.metadata.lanes import Entries, for_each_entry
-from jkv.metadata.part import Done, Lengths
+from jkv.metadata.part import Lengths, Served
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.sharding.loops import fori_loop
 from jkv.state import BlockGroup, BlockStorage, Metadata
@@ -22,7 +22,7 @@ from jkv.state.index import Found
 from jkv.state.windows import Columns
 
 
-class Past(NamedTuple):
+class ParentBlocks(NamedTuple):
     """Blocks of B parents in a group before a call."""
 
     blocks: jax.Array  # i32[B, M], rows of the block tables
@@ -49,17 +49,19 @@ def find_lengths(
     return Lengths(tokens, *divide(tokens, metadata.block_size), positions)
 
 
-def find_past(group: BlockGroup, parents: jax.Array, length: Lengths) -> Past:
+def find_parent_blocks(
+    group: BlockGroup, parents: jax.Array, length: Lengths
+) -> ParentBlocks:
     """Return the blocks of parents, i32[B], in a group; arbitrary for closed ids."""
     blocks = gather(group.block_tables, parents)
     gap = group.window.gaps_of(parents)
     if not isinstance(gap, int):
         gap = jnp.where(length.tokens > 0, gap, 0)
-    return Past(blocks, gap)
+    return ParentBlocks(blocks, gap)
 
 
-def count_owners(
-    group: BlockGroup, past: Past, length: Lengths, served: jax.Array
+def reference_parents(
+    group: BlockGroup, past: ParentBlocks, length: Lengths, served: jax.Array
 ) -> BlockGroup:
     """Increment the reference counts of the full blocks of served parents, bool[B]."""
 
@@ -80,12 +82,12 @@ def count_owners(
 
 
 def adopt(
-    metadata: Metadata, number: int, past: Past, length: Lengths, done: Done
+    metadata: Metadata, number: int, past: ParentBlocks, length: Lengths, done: Served
 ) -> tuple[Metadata, BlockCopies]:
     """Map the parents' full blocks to empty rows; copy partly filled tails.
 
-    `count_owners` has incremented the counts of the full blocks. Return the metadata
-    with recorded tokens copied, and the copies due in storage.
+    `reference_parents` has incremented the counts of the full blocks. Return the
+    metadata with recorded tokens copied, and the copies due in storage.
     """
     group, row = metadata.groups[number], done.rows(metadata)
     column = jnp.arange(past.blocks.shape[1], dtype=jnp.int32)

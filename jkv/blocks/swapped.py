@@ -14,12 +14,12 @@ from jkv.formats.table import formats_of
 from jkv.state import BlockGroup, Cache
 
 
-class Brought(NamedTuple):
+class SwapInBlocks(NamedTuple):
     """Blocks of B swapped-out sequences in a group; arrays of the host."""
 
     block_tables: Any  # i32[B, M], local block numbers; M of the cache to enter
     is_first: Any  # bool[B, M], first entry of each block
-    num_given_back: Any  # i32[B], released columns between mapped ones
+    num_released: Any  # i32[B], released columns between mapped ones
     num_blocks: Any  # i32[], number of blocks; marks unmapped entries
 
 
@@ -35,7 +35,7 @@ class SwappedGroup:
     kind = "blocks"
 
     block_tables: np.ndarray  # i32[B, M], block numbers, `num_blocks` if not mapped
-    num_given_back: np.ndarray  # i32[B], columns released by a sliding window
+    num_released: np.ndarray  # i32[B], columns released by a sliding window
     contents: Contents  # of the P blocks with tokens
     # P plus the reserved blocks; static, as no shape implies it.
     num_blocks: int = dataclasses.field(metadata={"static": True})
@@ -53,23 +53,23 @@ class SwappedGroup:
         """Number of blocks with contents, P."""
         return sum(a.shape[1] for a in next(iter(self.contents.storage.values())))
 
-    def brought(self, columns: int) -> Brought:
+    def to_enter(self, columns: int) -> SwapInBlocks:
         """Fit the tables to a cache with `columns` columns."""
         tables = self.block_tables[:, :columns]
         padding = ((0, 0), (0, columns - tables.shape[1]))
         tables = np.pad(tables, padding, constant_values=self.num_blocks)
         is_first = np.zeros(tables.size, bool)
         is_first[np.unique(tables, return_index=True)[1]] = True
-        return Brought(
+        return SwapInBlocks(
             block_tables=tables,
             is_first=is_first.reshape(tables.shape),
-            num_given_back=self.num_given_back,
+            num_released=self.num_released,
             num_blocks=np.int32(self.num_blocks),
         )
 
-    def meaning(self, path: str) -> np.dtype[Any] | None:
+    def encoded_dtype(self, path: str) -> np.dtype[Any] | None:
         name = path.removeprefix("contents.storage.")
-        return None if name == path else self.formats.meaning(name)
+        return None if name == path else self.formats.encoded_dtype(name)
 
     def fits(self, columns: int) -> bool:
         return not np.any(self.block_tables[:, columns:] < self.num_blocks)
@@ -78,7 +78,7 @@ class SwappedGroup:
         self, cache: Cache, number: int, lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
         """Return storage properties, here and in a cache; refuse a larger window."""
-        self._check_given_back(cache.metadata.groups[number], lengths)
+        self._check_released(cache.metadata.groups[number], lengths)
         storage = cache.storage[number]
         pieces_of, arrays = self.contents.storage, storage.arrays
         kinds: dict[str, tuple[Any, Any]] = {
@@ -95,15 +95,15 @@ class SwappedGroup:
                     kinds[name] = (f"{piece.dtype}{list(piece.shape)}", kind)
         return kinds
 
-    def _check_given_back(self, group: BlockGroup, lengths: np.ndarray) -> None:
-        gone = np.flatnonzero(self.num_given_back)
+    def _check_released(self, group: BlockGroup, lengths: np.ndarray) -> None:
+        gone = np.flatnonzero(self.num_released)
         if len(gone) == 0:
             return
         size, window = group.block_size, group.window
         # The gap begins after the sinks' blocks, at the first unmapped column.
         first = np.argmax(self.block_tables[gone] >= self.num_blocks, axis=1)
         unseen = np.asarray(window.unseen_from(jnp.asarray(lengths[gone]), size))
-        is_seen = np.any(self.num_given_back[gone] > unseen)
+        is_seen = np.any(self.num_released[gone] > unseen)
         if is_seen or np.any(first != window.sink_columns(size)):
             raise ValueError(
                 "swapped sequences lack tokens inside the cache's window; create the "
@@ -138,14 +138,14 @@ def fetch_group(
     The cache is on a device or of numpy arrays, as read from a file. `left` has the
     tables, i32[B, M], and released columns, i32[B], of sequences of `lengths`, i32[B].
     """
-    tables, num_given_back = left
+    tables, num_released = left
     mapped = tables < cache.metadata.groups[number].num_blocks
     num_filled = -(-lengths[:, None] // cache.block_size)
     filled = mapped & (np.arange(mapped.shape[1]) < num_filled)
     blocks, num_blocks, renumbered = _renumbered(tables, filled, mapped)
     return SwappedGroup(
         block_tables=renumbered,
-        num_given_back=num_given_back,
+        num_released=num_released,
         contents=contents.fetch(cache, number, blocks),
         num_blocks=num_blocks,
         dtype=cache.storage[number].dtype,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jkv.commands.ending import BAD_VALUE, Parser
+from jkv.commands.exiting import BAD_VALUE, Parser
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import (
     Windows,
@@ -31,7 +31,7 @@ from jkv.config.layer_kinds import refuse_different
 from jkv.config.layers import Kept
 from jkv.config.layout import describe
 from jkv.config.sizing import find_most, fit_memory
-from jkv.formats.table import COSTS, tell_cost
+from jkv.formats.table import COSTS, format_cost
 
 # Context lengths up to the model's longest, which is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -43,7 +43,7 @@ BYTES_OF_WHOLE = 2  # bytes of a GGUF weight dequantized to bfloat16 for computi
 # Fields chosen by a plan for each length.
 TABLES = {"max_context_length", "max_sequences"}
 
-# Options beside model and memory: fields of `Asked` and of `CacheConfig`.
+# Options beside model and memory: fields of `PlanOptions` and of `CacheConfig`.
 OPTIONS: dict[str, tuple[type, str]] = {
     "tensor-parallel": (int, "devices that share the kv heads (heads=)"),
     "context-parallel": (int, "devices that share the tokens of each block (context=)"),
@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "value-dtype": (
         str,
         f"of its values: int4 beside int8 holds 1.3 times as many tokens (perplexity "
-        f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
+        f"{format_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
     ),
     "num-layers": (int, "with keys; default: the model's"),
     "max-pending": (int, "tokens to roll back in states, as many as draft tokens"),
@@ -226,7 +226,7 @@ class Plan:
                 names = key if key == value else f"{key} keys, {value} values"
                 yield (
                     f"{head:12}{names}: {times:.1f} times the tokens, perplexity "
-                    f"{tell_cost(key, value)}"
+                    f"{format_cost(key, value)}"
                 )
                 head = ""
 
@@ -276,7 +276,7 @@ class Plan:
             yield f"{name:12}{line}"
 
 
-class Asked(NamedTuple):
+class PlanOptions(NamedTuple):
     """Options of a plan beside fields of the cache's configuration.
 
     Devices share the kv heads of each layer (heads are replicated beyond their number),
@@ -318,15 +318,17 @@ def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
     """Plan a cache beside a model, from a folder, a config.json or a GGUF file.
 
     `memory` is the size of each device, bytes or a string such as "192GiB". Options are
-    the fields of `Asked` and of `CacheConfig`; `num_layers` plans for as many layers
-    with keys and values, without recurrent states. Raises ValueError if nothing fits or
-    a value is invalid.
+    the fields of `PlanOptions` and of `CacheConfig`; `num_layers` plans for as many
+    layers with keys and values, without recurrent states. Raises ValueError if nothing
+    fits or a value is invalid.
     """
-    asked = Asked(**{n: options.pop(n) for n in Asked._fields if n in options})
-    asked.check()
-    tensor_parallel, context_parallel, data_parallel, *_ = asked
+    plan = PlanOptions(
+        **{n: options.pop(n) for n in PlanOptions._fields if n in options}
+    )
+    plan.check()
+    tensor_parallel, context_parallel, data_parallel, *_ = plan
     total = _read_memory(memory)
-    kept_back = int(total * asked.reserve)
+    kept_back = int(total * plan.reserve)
     found = read_sizes(folder, options, with_states=True)
     refuse_different(found.layer_heads, folder)
     notes, windows = found.notes, count_windows(found.layer_windows)
@@ -336,21 +338,21 @@ def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
     whole = CacheConfig(num_blocks=1, **fields) if fields["num_layers"] else None
     own = _share_heads(whole, tensor_parallel, notes) if whole else {}
     _check_parts(whole, context_parallel)
-    weighed = _weights(folder, asked.weights, notes)
+    weighed = _weights(folder, plan.weights, notes)
     budget = _find_budget(total, kept_back, weighed, tensor_parallel)
     if windows:
         notes.append(
             f"{windows.num_layers} of {fields['num_layers']} layers have a window of "
             f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps "
-            f"of up to {asked.step_tokens} tokens of a sequence"
+            f"of up to {plan.step_tokens} tokens of a sequence"
         )
     layers = Layers(
         ModelLayers(
             found.layer_windows if windows else (None,) * fields["num_layers"],
             kept=found.layers,
-            of_states=asked.of_states,
+            of_states=plan.of_states,
         ),
-        step_tokens=asked.step_tokens,
+        step_tokens=plan.step_tokens,
         num_parts=context_parallel,
         sizes={name: fields[name] for name in fields.keys() - TABLES},
     )

@@ -88,12 +88,12 @@ def _listen(
                 yield Answer(name, "FAILED", detail)
                 return
         if not line:
-            yield Answer(name, "FAILED", _say_end(child, said))
+            yield Answer(name, "FAILED", _describe_end(child, said))
             return
         yield Answer(name, **json.loads(line))
 
 
-def _say_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
+def _describe_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
     """Describe the end of a child that printed no result."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=1.0)

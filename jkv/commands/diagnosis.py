@@ -27,9 +27,9 @@ from jkv.commands.bookkeeping import check_cycles, check_in_place
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import on_cpu
-from jkv.commands.ending import Parser
+from jkv.commands.exiting import Parser
 from jkv.commands.facts import collect_facts, list_known_faults
-from jkv.commands.first_light import shed_light
+from jkv.commands.first_light import run_first_light
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
 
@@ -52,14 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
         help="only print its attention path; or num_kv_heads=8,head_dim=128",
     )
     parser.add_argument(
-        "--card", metavar="NAME", help="with --model: a GPU such as gfx942"
+        "--gpu", metavar="NAME", help="with --model: a GPU such as gfx942"
     )
     parser.add_argument(
         "--block-size", type=int, metavar="TOKENS", help="with --model; default 16"
     )
     options = parser.parse_args(arguments)
-    if options.model is None and (options.card or options.block_size):
-        parser.error("--card and --block-size require --model")
+    if options.model is None and (options.gpu or options.block_size):
+        parser.error("--gpu and --block-size require --model")
     if options.model is not None and (options.report or options.quick):
         parser.error("--model runs no checks; omit --report and --quick")
     if options.first_light and (options.quick or options.model is not None):
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.model is not None:
         try:
             block_size = 16 if options.block_size is None else options.block_size
-            print_paths(options.model, options.card, block_size=block_size)
+            print_paths(options.model, options.gpu, block_size=block_size)
         except (ValueError, TypeError, OSError) as error:
             parser.error(f"--model: {error}")
         return 0
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.report and options.report.is_dir():
         parser.error(f"--report: {options.report} is a folder")
     if options.first_light:
-        return shed_light(options.report)
+        return run_first_light(options.report)
     keep_compiled_programs()
     report = Report()
     run_checks(report, plan_steps(is_quick=options.quick))

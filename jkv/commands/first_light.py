@@ -64,7 +64,7 @@ class FirstLight:
         return min(EACH, self.ends - time.monotonic())
 
 
-def shed_light(path: pathlib.Path | None) -> int:
+def run_first_light(path: pathlib.Path | None) -> int:
     """Run all checks, print the table, write the report; return the exit status."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = [each for each in flags if not each.startswith(NO_COMMAND_BUFFERS)]
@@ -123,11 +123,11 @@ def lay_out(report: Report) -> Iterator[str]:
             continue
         if finding["verdict"] == "FAILED":
             finding["cure"] = find_cure(finding, verdicts)
-        cells = f"{say_answer(finding):<11}  {finding.get('cure', '')}"
+        cells = f"{describe_result(finding):<11}  {finding.get('cure', '')}"
         yield f"{finding['what']:<{width}}  {cells}".rstrip()
 
 
-def say_answer(finding: Mapping[str, str]) -> str:
+def describe_result(finding: Mapping[str, str]) -> str:
     """Return the kind of a result."""
     if finding["verdict"] != "FAILED":
         return finding["verdict"]

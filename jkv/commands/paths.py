@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.backend import Card, find_gpu
-from jkv.attention.choice import PlainReasons, explain_choice
+from jkv.attention.backend import DeviceType, find_gpu
+from jkv.attention.choice import FallbackReasons, explain_choice
 from jkv.attention.kernel.tiles.table import TABLE
 from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
@@ -33,7 +33,7 @@ FIELDS = ("num_layers", *OF_HEADS[:3], "dtype")
 GENERATING, SCORING = "generate, Engine", "score"
 
 
-def print_paths(model: str, card: str | None, *, block_size: int) -> None:
+def print_paths(model: str, gpu: str | None, *, block_size: int) -> None:
     """Print the attention path of each kind of call, with the reasons.
 
     The model is a folder, its config.json, or sizes such as
@@ -46,14 +46,14 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     tables: dict[str, Any] = dict(num_blocks=1, max_sequences=1)
     tables |= dict(block_size=block_size, max_context_length=block_size)
     configs = [CacheConfig(**tables, **each) for each in fields]
-    cards = find_cards(card)
-    if card is None and len(cards) > 1:
+    devices = find_device_types(gpu)
+    if gpu is None and len(devices) > 1:
         print("no GPU found: this machine uses XLA; on GPUs with kernels")
-    for one in cards:
+    for one in devices:
         print(f"{one.target}:")
         for config in configs:
             print(f"  {describe(config)}")
-            for line in tell_ways(config, one):
+            for line in list_paths(config, one):
                 print(f"    {line}")
         if num_states:
             print(f"  {num_states} recurrent-state layers: XLA, without a kernel")
@@ -82,21 +82,23 @@ def read_model(model: str) -> tuple[list[dict[str, Any]], int, list[str]]:
     return fields, num_states, sizes.notes
 
 
-def find_cards(card: str | None) -> list[Card]:
+def find_device_types(gpu: str | None) -> list[DeviceType]:
     """Return the GPUs to evaluate; raise for an invalid name."""
     known = sorted({name for family in TABLE.values() for name in family.targets})
-    if card is not None:
-        if not re.fullmatch(r"gfx[0-9a-f]+|sm_\d+", card):
+    if gpu is not None:
+        if not re.fullmatch(r"gfx[0-9a-f]+|sm_\d+", gpu):
             raise ValueError(
-                f"card must be a GPU such as {', '.join(known)}, got {card!r}"
+                f"gpu must be a name such as {', '.join(known)}, got {gpu!r}"
             )
-        known = [card]
+        known = [gpu]
     elif (here := find_gpu()) is not None:
         return [here]
-    return [Card("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
+    return [
+        DeviceType("rocm" if name.startswith("gfx") else "cuda", name) for name in known
+    ]
 
 
-def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
+def list_paths(config: CacheConfig, device: DeviceType) -> Iterator[str]:
     """Yield the path of each kind of call, by storage dtype, with the reasons."""
     widths = config.head_dim, config.value_head_dim or 0
     quantized = [
@@ -104,14 +106,14 @@ def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
         for dtype, kept in FORMATS.items()
         if kept.is_quantized and not any(width % kept.width_of(1) for width in widths)
     ]
-    alike: dict[PlainReasons, list[str]] = {}
+    alike: dict[FallbackReasons, list[str]] = {}
     for stored in dict.fromkeys([config.dtype, *quantized]):
-        reasons = ask(config, stored, card)
+        reasons = ask(config, stored, device)
         # Generation needs no gradient.
         alike.setdefault(reasons._replace(derivative=None), []).append(stored.name)
     ways = [(GENERATING, names, reasons) for reasons, names in alike.items()]
     float32 = jnp.dtype(jnp.float32)
-    ways.append((SCORING, [float32.name], ask(config, float32, card)))
+    ways.append((SCORING, [float32.name], ask(config, float32, device)))
     for calls, names, (forward, derivative) in ways:
         how = "the kernel, with exact= too" if forward is None else "the plain path"
         line = f"{calls}, kept in {', '.join(names)}: {how}"
@@ -124,13 +126,13 @@ def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
                 yield f"  because {reason}"
 
 
-def ask(config: CacheConfig, stored: Any, card: Card) -> PlainReasons:
+def ask(config: CacheConfig, stored: Any, device: DeviceType) -> FallbackReasons:
     """Evaluate the dispatch for a cache stored in a dtype."""
     shape = 1, config.num_kv_heads, config.head_dim
     queries: Any = jax.ShapeDtypeStruct(shape, config.dtype)
     kept = dataclasses.replace(config, dtype=stored)
     (storage,) = jax.eval_shape(functools.partial(init, kept)).storage
-    return explain_choice(queries, pools_of(storage), card)
+    return explain_choice(queries, pools_of(storage), device)
 
 
 def describe(config: CacheConfig) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from jkv.commands.ending import FAILED, INTERRUPTED
+from jkv.commands.exiting import FAILED, INTERRUPTED
 
 # Longer strings are truncated in a written report.
 MOST_LETTERS = 2000
@@ -137,7 +137,7 @@ def run_checks(report: Report, steps: list[Step]) -> None:
         left = ""
         if done:
             seconds = (time.monotonic() - began) * (total - done) / done
-            left = f", about {say_duration(seconds)} left"
+            left = f", about {format_duration(seconds)} left"
         print(f"{step.title} ({number} of {len(steps)}{left})", flush=True)
         before = len(report.findings)
         try:
@@ -175,7 +175,7 @@ def _find_names() -> tuple[str, ...]:
     return ()
 
 
-def say_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration rounded for reading."""
     if seconds < 90:
         return f"{max(5 * round(seconds / 5), 5)} s"

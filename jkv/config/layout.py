@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
             **within("free_blocks", free),
         }
         if self.sliding_window is not None:
-            arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
+            arrays["window.num_released"] = ArrayLayout((sequences,), _I32, fill=0)
         if has_tokens:
             arrays["tokens"] = ArrayLayout((blocks, self.block_size), _I32, fill=-1)
         return arrays

@@ -20,7 +20,12 @@ from jkv.decoding.processors.rows import begin_rows, resume_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.queue import make_queue
-from jkv.decoding.scheduler.state import GenerationState, Holder, Places, note_texts
+from jkv.decoding.scheduler.state import (
+    GenerationState,
+    Places,
+    RetainedPrompt,
+    note_texts,
+)
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.texts import blocks
@@ -30,7 +35,7 @@ from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import requests
-from jkv.metadata.part import Lack
+from jkv.metadata.part import Demand
 from jkv.metadata.requests import Integers
 from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Cache
@@ -179,7 +184,7 @@ def _begin(
     most = cache.max_context_length
     slots = gather(context_lengths(cache), seq_ids)
     before, room = gather(next_positions(cache), seq_ids), most - slots
-    shortening = args.find_shortening(cache)
+    shortening = args.find_shortening(cache) if config.shortens else None
     lengths = slots + given.lengths
     if shortening is not None:  # rolls without end
         room = jnp.full_like(room, jnp.iinfo(jnp.int32).max)
@@ -194,11 +199,11 @@ def _begin(
     reasons = _judge(cache, seq_ids, lengths, reasons, size)
     is_running = reasons == FinishReason.RUNNING
     places = Places.of_open(jnp.where(is_running, seq_ids, NO_SEQUENCE), num_places)
-    partings = cache.metadata.index.find_partings_behind(
+    divergence = cache.metadata.index.find_divergence_after(
         cache.metadata, seq_ids, slots, given.tokens
     )
-    if partings is not None:
-        partings = jnp.pad(partings, (0, num_places - num_sequences))
+    if divergence is not None:
+        divergence = jnp.pad(divergence, (0, num_places - num_sequences))
     begun = begin_rows(options.logits_processor, given, 1)
     none = jnp.zeros((num_sequences,), bool)
     state = GenerationState(
@@ -207,13 +212,13 @@ def _begin(
         stops=stops,
         places=places,
         queue=make_queue(jnp.arange(num_sequences, dtype=jnp.int32), none),
-        holder=Holder.none(),
+        retained=RetainedPrompt.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
         most_running=places.num_running,
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
-        partings=partings,
+        divergence=divergence,
         before=before,
         room=room,
         shortening=shortening,
@@ -241,7 +246,7 @@ def _judge(
     )
     needs = blocks.to_take(lengths, Held.of(cache, seq_ids), block_size)
     lacks = [
-        (Lack.of(group, jnp.where(reasons == running, need, 0)),)
+        (Demand.of(group, jnp.where(reasons == running, need, 0)),)
         for group, need in zip(groups, needs, strict=True)
     ]
     agreed = requests.agree(lacks)

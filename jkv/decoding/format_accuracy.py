@@ -154,7 +154,7 @@ def _read(
         start, tokens, following = chunk
         count = jnp.clip(length - start, 0, CHUNK_SIZE)[None]
         cache, _, logits = runner.run(
-            cache, opened.seq_ids, tokens, count, asked_rows=rows
+            cache, opened.seq_ids, tokens, count, logit_rows=rows
         )
         likeliest = jnp.argmax(logits, axis=1).astype(jnp.int32)
         return cache, (-pick_logprobs(logits, following), likeliest)

@@ -30,7 +30,7 @@ from jkv.decoding.processors.rows import begin_rows, check_processor_presence
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.queue import make_queue
-from jkv.decoding.scheduler.state import GenerationState, Holder, Places
+from jkv.decoding.scheduler.state import GenerationState, Places, RetainedPrompt
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
@@ -285,7 +285,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
-    shortening = args.find_shortening(cache)
+    shortening = args.find_shortening(cache) if config.shortens else None
     bounds = Bounds(cache.max_context_length, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
     checks = vocabulary, options.logits_processor, row_counts[-1]
@@ -304,7 +304,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         queue=make_queue(
             jnp.arange(num_sequences, dtype=jnp.int32), reasons == FinishReason.RUNNING
         ),
-        holder=Holder.none(),
+        retained=RetainedPrompt.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
         most_running=jnp.minimum(
@@ -312,7 +312,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         ),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
-        partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
+        divergence=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
         exact=exact,
         shortening=shortening,

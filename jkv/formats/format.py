@@ -29,7 +29,9 @@ STORED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
 }
 
 # Array dtypes that do not determine the dtype of the encoding.
-RAW_BITS = frozenset(bits for meaning, bits in STORED_AS.items() if bits != meaning)
+RAW_BITS = frozenset(
+    bits for encoded_dtype, bits in STORED_AS.items() if bits != encoded_dtype
+)
 
 # Storage array names: key or value, pool or scales.
 STORAGE_NAMES = "key_pool", "value_pool", "key_scales", "value_scales"
@@ -44,7 +46,7 @@ class Element(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]  # of the array
-    meaning: np.dtype[Any]  # dtype of the encoding, as recorded in files
+    encoded_dtype: np.dtype[Any]  # dtype of the encoding, as recorded in files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +101,11 @@ class Format:
         """
         raise NotImplementedError
 
-    def turn(self, rows: jax.Array) -> jax.Array:
+    def rotate(self, rows: jax.Array) -> jax.Array:
         """Rotate rows such as queries, float[..., D], like the rows of `get`."""
         return rows
 
-    def turn_back(self, rows: jax.Array) -> jax.Array:
+    def rotate_back(self, rows: jax.Array) -> jax.Array:
         """Rotate weighted sums of decoded rows, float[..., D], back."""
         return rows
 
@@ -133,10 +135,10 @@ class Formats(NamedTuple):
         row, part = name.split("_")
         return (self.key if row == "key" else self.value), part
 
-    def meaning(self, name: str) -> np.dtype[Any]:
+    def encoded_dtype(self, name: str) -> np.dtype[Any]:
         """Return the dtype of the encoding of a named array."""
         kept, part = self.of(name)
-        return kept.arrays(2)[part].meaning
+        return kept.arrays(2)[part].encoded_dtype
 
 
 def name_parts(row: str, parts: dict[str, Any]) -> dict[str, Any]:

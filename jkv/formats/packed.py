@@ -65,11 +65,11 @@ class Packed(Scaled):
         pairs = Element((width // 2,), self.stored_as, self.stored_as)
         return super().arrays(width) | {"pool": pairs}
 
-    def turn(self, rows: jax.Array) -> jax.Array:
+    def rotate(self, rows: jax.Array) -> jax.Array:
         """Multiply by signs, then apply the Hadamard transform."""
         return _transform(_flip(rows.astype(jnp.float32))).astype(rows.dtype)
 
-    def turn_back(self, rows: jax.Array) -> jax.Array:
+    def rotate_back(self, rows: jax.Array) -> jax.Array:
         """Apply the Hadamard transform, its own inverse, then multiply by the signs."""
         return _flip(_transform(rows.astype(jnp.float32))).astype(rows.dtype)
 
@@ -77,8 +77,8 @@ class Packed(Scaled):
         """Rotate rows, clipped to `_LARGEST` so that finite rows stay finite."""
         rows = super().prepare(rows).astype(jnp.float32)
         is_finite = jnp.all(jnp.isfinite(rows), axis=-1, keepdims=True)
-        turned = self.turn(rows)
-        return jnp.where(is_finite, jnp.clip(turned, -_LARGEST, _LARGEST), turned)
+        rotated = self.rotate(rows)
+        return jnp.where(is_finite, jnp.clip(rotated, -_LARGEST, _LARGEST), rotated)
 
     def put(self, rows: jax.Array) -> Parts:
         """Encode rows; a row with NaN or infinity decodes to NaN."""
@@ -100,7 +100,7 @@ class Packed(Scaled):
 
     def read(self, stored: Parts) -> jax.Array:
         """Decode rows and rotate them back, in float32."""
-        return self.turn_back(multiply_out(*self.get(stored)))
+        return self.rotate_back(multiply_out(*self.get(stored)))
 
 
 def _find_steps(

@@ -22,7 +22,7 @@ FORMATS: dict[np.dtype[Any], Format] = {
 }
 
 # Array dtypes of raw bits, and their possible dtypes of the encoding.
-MEANINGS: dict[np.dtype[Any], list[np.dtype[Any]]] = {
+ENCODED_DTYPES: dict[np.dtype[Any], list[np.dtype[Any]]] = {
     bits: [each.dtype for each in FORMATS.values() if each.stored_as == bits]
     for bits in {each.stored_as for each in FORMATS.values()} - FORMATS.keys()
 }
@@ -61,7 +61,7 @@ def checked_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     raise ValueError(f"{name} must be one of {names}; got {dtype!r}")
 
 
-def tell_cost(dtype: str, value_dtype: str) -> str:
+def format_cost(dtype: str, value_dtype: str) -> str:
     """Format the cost, e.g. "+1.0% on SmolLM2 135M, +0.5% on Gemma 3 270M"."""
     costs = zip(COSTS[dtype, value_dtype], MODELS, strict=True)
     return ", ".join(f"{cost:+.1f}% on {model}" for cost, model in costs)

@@ -42,13 +42,13 @@ class Limits(TypedDict, total=False):
 def keep(
     folder: Folder,
     vocabulary: Vocabulary,
-    asked: Any,
+    cache_key: Any,
     make: Callable[[], Grammar],
     max_bytes: int,
 ) -> Grammar:
     """Return a cached grammar, or make and cache it; with folder None, make it.
 
-    `asked` holds the remaining inputs of the grammar as JSON. A damaged file is
+    `cache_key` holds the remaining inputs of the grammar as JSON. A damaged file is
     replaced. Processes may share a folder, since files are renamed into place. Past
     `MAX_FOLDER_BYTES` the least recently used files are deleted. A cached grammar whose
     arrays exceed `max_bytes` raises `TooLarge`, like a compiled one.
@@ -56,7 +56,7 @@ def keep(
     if folder is None:
         return make()
     try:
-        text = json.dumps([_VERSION, asked]).encode()
+        text = json.dumps([_VERSION, cache_key]).encode()
     except (TypeError, RecursionError):
         return make()  # raises a clear error for input that is not JSON
     name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()

@@ -19,7 +19,7 @@ from jkv.grammar.parts import (
     Rules,
     Schema,
     join_parts,
-    list_asked,
+    list_cache_keys,
     read_list,
 )
 from jkv.grammar.tables import make_grammar
@@ -87,7 +87,7 @@ def concatenate(
         table = make_table(automaton, vocabulary, bounds)
         return make_grammar(table, vocabulary, bounds)
 
-    return keep(folder, vocabulary, list_asked(parts), make, max_bytes)
+    return keep(folder, vocabulary, list_cache_keys(parts), make, max_bytes)
 
 
 set_defaults(Limits, concatenate)

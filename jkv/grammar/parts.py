@@ -33,7 +33,7 @@ class Part:
         """Return the language over bytes; subclasses document its errors."""
         raise NotImplementedError
 
-    def asked(self) -> list[Any]:
+    def cache_key(self) -> list[Any]:
         """Return the inputs of the language as JSON, for the cache key."""
         return [type(self).__name__, *vars(self).values()]
 
@@ -145,8 +145,8 @@ class Either(Part):
     def expression(self, bounds: Bounds) -> Expression:
         return Choice([join_parts(_listed(part), bounds) for part in self.parts])
 
-    def asked(self) -> list[Any]:
-        return ["Either", [list_asked(_listed(part)) for part in self.parts]]
+    def cache_key(self) -> list[Any]:
+        return ["Either", [list_cache_keys(_listed(part)) for part in self.parts]]
 
 
 def read_list(name: str, given: Any, kind: Any) -> tuple[Any, ...]:
@@ -177,6 +177,6 @@ def join_parts(parts: Sequence[Part | str], bounds: Bounds) -> Expression:
     return found
 
 
-def list_asked(parts: Sequence[Part | str]) -> list[Any]:
+def list_cache_keys(parts: Sequence[Part | str]) -> list[Any]:
     """Return the inputs of the parts as JSON, for the cache key."""
-    return [part if isinstance(part, str) else part.asked() for part in parts]
+    return [part if isinstance(part, str) else part.cache_key() for part in parts]

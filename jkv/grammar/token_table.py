@@ -49,8 +49,8 @@ def make_table(
 ) -> TokenTable:
     """Walk a vocabulary over an automaton; raise `NoText` if it spells no string."""
     trie = trie_of(vocabulary)
-    tell = vocabulary.progress or (lambda _done, _all: None)
-    class_of_token, firsts = _find_classes(automaton.transitions, trie, tell, bounds)
+    report = vocabulary.progress or (lambda _done, _all: None)
+    class_of_token, firsts = _find_classes(automaton.transitions, trie, report, bounds)
     num_states = len(automaton.transitions)
     # Two such int32 tables exist at a time.
     what = f"a table of {num_states:,} states and {len(firsts):,} classes of tokens"
@@ -78,7 +78,7 @@ def make_table(
 def _find_classes(
     transitions: Ints,
     trie: "TokenTrie",
-    tell: Callable[[int, int], None],
+    report: Callable[[int, int], None],
     bounds: Bounds,
 ) -> tuple[Ints, list[int]]:
     """Return the class of each token, i32[V], and a token of each; -1 for no token."""
@@ -97,7 +97,7 @@ def _find_classes(
             for half in range(2):
                 parts = begin[half, states[origins]] * end[half, reached]
                 np.add.at(hashes[half], nodes, parts)
-        tell(first + len(states), num_states)
+        report(first + len(states), num_states)
     of_token = hashes[:, trie.node_of_token]
     of_token[:, trie.node_of_token == 0] = 0
     order = np.lexsort(of_token)

@@ -97,11 +97,11 @@ def check_closed_tables(found: Recount) -> Iterator[str]:
         yield f"row {row} is closed but has {found.mapped[row]} blocks"
 
 
-def check_given_back(found: Recount) -> Iterator[str]:
+def check_released(found: Recount) -> Iterator[str]:
     """Yield rows whose released blocks are invalid or still in the window."""
     size, window = found.group.block_size, found.group.window
-    for row in np.flatnonzero(found.num_given_back).tolist():
-        count = found.num_given_back[row]
+    for row in np.flatnonzero(found.num_released).tolist():
+        count = found.num_released[row]
         if count < 0 or not found.is_open[row]:
             yield f"row {row} has {count} released blocks"
             continue

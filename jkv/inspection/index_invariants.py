@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jkv.inspection.recount import Recount
-from jkv.prefixes.arrays import Beside, IndexArrays, Snapshots
+from jkv.prefixes.arrays import IndexArrays, PairedBlocks, Snapshots
 
 
 def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
@@ -104,8 +104,8 @@ def _check_pruned_row(index: IndexArrays, found: Recount, row: int) -> Iterator[
         yield f"row {row} has an indexed block that is writable"
 
 
-def check_beside(
-    index: IndexArrays, leader: Recount, found: Recount, beside: Beside
+def check_pairs(
+    index: IndexArrays, leader: Recount, found: Recount, beside: PairedBlocks
 ) -> Iterator[str]:
     """Yield blocks of a group that are paired with the wrong leading block.
 

@@ -49,7 +49,7 @@ _OF_A_GROUP: tuple[tuple[str, Callable[[Recount], Iterator[str]]], ...] = (
     ("partition", blocks.check_partition),
     ("free_blocks", blocks.check_free_blocks),
     ("private_tail", blocks.check_private_tails),
-    ("given_back", blocks.check_given_back),
+    ("released", blocks.check_released),
 )
 _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
     ("mapped_blocks", blocks.check_lengths),
@@ -92,7 +92,7 @@ def _find_broken_index(
     )
     for number, beside in zip(metadata.followers, index.followers, strict=True):
         found = groups[number]
-        wrong = prefixes.check_beside(index, leader, found, beside)
+        wrong = prefixes.check_pairs(index, leader, found, beside)
         yield from _named(f"prefix_index: {found.name}", wrong)
 
 

@@ -20,7 +20,7 @@ class Recount(NamedTuple):
     lengths: np.ndarray  # i64[S], the context lengths
     is_open: np.ndarray  # bool[S]
     mapped: np.ndarray  # i64[S], blocks of each sequence, released ones included
-    num_given_back: np.ndarray  # i64[S]
+    num_released: np.ndarray  # i64[S]
     owners: np.ndarray  # i64[N], number of table entries of each block
     is_pruned: np.ndarray  # bool[S]
 
@@ -33,7 +33,7 @@ class Recount(NamedTuple):
         """Return the columns of a row that a window released, after its sink tokens."""
         window, size = self.group.window, self.group.block_size
         first = -(-window.num_sink_tokens // size)
-        return slice(first, first + max(int(self.num_given_back[row]), 0))
+        return slice(first, first + max(int(self.num_released[row]), 0))
 
     def written(self, row: int) -> int:
         """Return the number of full columns of a row; later ones are writable."""
@@ -53,14 +53,14 @@ def recount(metadata: Metadata, number: int) -> Recount:
     entries = tables[np.arange(tables.shape[1]) < mapped[:, None]]
     entries = entries[(entries >= 0) & (entries < group.num_blocks)]
     # A sliding window has one array, the released counts; full attention has none.
-    (given_back,) = jax.tree.leaves(group.window) or [np.zeros(group.max_sequences)]
+    (released,) = jax.tree.leaves(group.window) or [np.zeros(group.max_sequences)]
     return Recount(
         name=f"group {number}: " if len(metadata.groups) > 1 else "",
         group=group,
         lengths=np.asarray(metadata.context_lengths, np.int64),
         is_open=np.asarray(metadata.is_open),
         mapped=mapped,
-        num_given_back=np.asarray(given_back, np.int64),
+        num_released=np.asarray(released, np.int64),
         owners=np.bincount(entries, minlength=group.num_blocks),
         is_pruned=_find_pruned(metadata),
     )

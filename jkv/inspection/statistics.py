@@ -121,7 +121,7 @@ class GroupTally(NamedTuple):
     cached_blocks: int
     pinned_blocks: int
     mapped_blocks: int  # table entries; a shared block counts once per owner
-    given_back: int  # table entries released by a window
+    released: int  # table entries released by a window
     extent: int  # 1 + the highest live block id; 0 without one
     free_blocks: int
     fewest_free: int
@@ -224,7 +224,7 @@ def num_held_tokens(cache: Cache, sums: Tally) -> int:
     size = cache.block_size
     return sum(
         each.live_blocks * size
-        - ((each.mapped_blocks + each.given_back) * size - sums.tokens)
+        - ((each.mapped_blocks + each.released) * size - sums.tokens)
         for each in sums.groups
     )
 

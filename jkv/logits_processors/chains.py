@@ -114,8 +114,8 @@ class Chain(LogitsProcessor):
     def forced(self, state: tuple[Any, ...]) -> jax.Array | None:
         """Return the first forced token, i32[K], -1 for none or if two differ."""
         pairs = zip(self.links, state, strict=True)
-        told = [link.forced(rows) for link, rows in pairs]
-        each = [tokens for tokens in told if tokens is not None]
+        results = [link.forced(rows) for link, rows in pairs]
+        each = [tokens for tokens in results if tokens is not None]
         if not each:
             return None
         token = each[0]

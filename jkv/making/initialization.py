@@ -17,7 +17,7 @@ from jkv.config.counts import ArrayLayout
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
-from jkv.formats.table import tell_cost
+from jkv.formats.table import format_cost
 from jkv.metadata.positions import Positions
 from jkv.prefixes.index import PrefixIndex
 from jkv.sharding.storage_sharding import DividedAxes, copies_of, find_spec
@@ -142,9 +142,9 @@ def _warn_of_short_keys(cache: Cache) -> None:
         is_traced = isinstance(each.key_pool, jax.core.Tracer)
         if each.dtype == jnp.int4 and each.num_layers and not is_traced:
             warnings.warn(
-                f"keys in int4 cost perplexity ({tell_cost('int4', 'int4')}), "
+                f"keys in int4 cost perplexity ({format_cost('int4', 'int4')}), "
                 f"CacheConfig(dtype='int8', value_dtype='int4') less "
-                f"({tell_cost('int8', 'int4')}); measure your model with "
+                f"({format_cost('int8', 'int4')}); measure your model with "
                 "jkv.measure_formats",
                 stacklevel=4,
             )

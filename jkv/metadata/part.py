@@ -4,7 +4,7 @@ A verb checks its requests, decides which it serves, and applies them, the same 
 every part. Each part returns a *plan* of the call with the verb's steps:
 
 * `wrongs`: masks of the requests whose length the part cannot serve;
-* `judge`: given the eligible requests, their demand: `lacks`, a `Lack` for each pool
+* `judge`: given the eligible requests, their demand: `lacks`, a `Demand` for each pool
   that can run out;
 * `apply`: the new metadata, and the moves that the part's storage must follow.
 
@@ -28,7 +28,7 @@ Moves: TypeAlias = Any
 Masks: TypeAlias = tuple[jax.Array | np.ndarray, ...]  # bool[B] each
 
 
-class Lack(NamedTuple):
+class Demand(NamedTuple):
     """Demand of B requests on one pool."""
 
     num: jax.Array  # i32[B], blocks; 0 for requests already refused
@@ -39,7 +39,7 @@ class Lack(NamedTuple):
     @classmethod
     def of(
         cls, group: BlockGroup, num: jax.Array, wants: jax.Array | None = None
-    ) -> "Lack":
+    ) -> "Demand":
         """Return the demand of requests for blocks of a group, i32[B]."""
         wants = num > 0 if wants is None else wants
         return cls(num, wants, group.free_blocks.count, group.num_blocks)
@@ -61,7 +61,7 @@ class Lengths(NamedTuple):
     positions: jax.Array  # i32[B], of the next token: `tokens`, and dropped ones
 
 
-class Done(NamedTuple):
+class Served(NamedTuple):
     """The served requests of a call."""
 
     served: jax.Array  # bool[B]
@@ -92,7 +92,7 @@ class Selection(NamedTuple):
 class Step(NamedTuple):
     """The rows of an `append` after admission."""
 
-    done: Done
+    done: Served
     length: jax.Array  # i32[B], tokens before the call
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
     is_decoding: bool  # static: at most one row per request
@@ -109,29 +109,29 @@ class Step(NamedTuple):
         return self.valid.shape[0]
 
 
-class Judged(Protocol):
+class DemandPlan(Protocol):
     """The demand of eligible requests on a part."""
 
     @property
-    def lacks(self) -> tuple[Lack, ...]:
+    def lacks(self) -> tuple[Demand, ...]:
         """Demand on each pool of the part."""
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, Moves]:
         """Apply the served requests."""
 
 
-class Look(Protocol):
+class Check(Protocol):
     """The first check of requests against a part."""
 
     @property
     def wrongs(self) -> Masks:
         """Masks of requests whose length is not stored in the part."""
 
-    def judge(self, eligible: jax.Array) -> Judged:
+    def judge(self, eligible: jax.Array) -> DemandPlan:
         """Compute the demand of eligible requests, bool[B]."""
 
 
-class Opening(Judged, Protocol):
+class Opening(DemandPlan, Protocol):
     """The plan of `allocate` for a part."""
 
     def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
@@ -142,7 +142,7 @@ class Growing(Protocol):
     """The plan of `append` for a part."""
 
     @property
-    def lacks(self) -> tuple[Lack, ...]:
+    def lacks(self) -> tuple[Demand, ...]:
         """Demand of the sequences on each pool of the part."""
 
     def apply(
@@ -155,7 +155,7 @@ class Entering(Protocol):
     """The plan of `swap_in` for a part; sequences enter together or not at all."""
 
     @property
-    def lacks(self) -> tuple[Lack, ...]:
+    def lacks(self) -> tuple[Demand, ...]:
         """Demand of all sequences on each pool of the part, as one request."""
 
     def apply(
@@ -174,11 +174,11 @@ class Exchanging(Protocol):
     def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
         """Count new references, then release the old blocks of served sequences."""
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, Moves]:
         """Apply the served requests: release, then map."""
 
 
-class Luggage(Protocol):
+class SwappedContents(Protocol):
     """Contents of sequences in one group, on the host; a pytree."""
 
     kind: str  # static, the group's kind
@@ -191,13 +191,13 @@ class Luggage(Protocol):
     def num_filled_blocks(self) -> int:
         """Number of blocks whose contents are stored."""
 
-    def meaning(self, path: str) -> np.dtype[Any] | None:
+    def encoded_dtype(self, path: str) -> np.dtype[Any] | None:
         """Return the dtype that the bits of an array encode, if it differs."""
 
     def fits(self, columns: int) -> bool:
         """Return True if block tables of `columns` columns are wide enough."""
 
-    def brought(self, columns: int) -> Any:
+    def to_enter(self, columns: int) -> Any:
         """Return the argument of `Part.enter`, for a cache with `columns` columns."""
 
     def compare(
@@ -242,17 +242,17 @@ class Part(Protocol):
     ) -> Growing:
         """Grow sequences to `new_length` tokens, i32[B]."""
 
-    def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Look:
+    def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Check:
         """Start rows from their parents, i32[B], at the given lengths."""
 
-    def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Look:
+    def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Check:
         """Truncate sequences to `lengths`, i32[B]."""
 
-    def prune(self, metadata: Metadata, selection: Selection) -> Look:
+    def prune(self, metadata: Metadata, selection: Selection) -> Check:
         """Keep some tokens of sequences."""
 
-    def enter(self, metadata: Metadata, brought: dict[int, Any]) -> Entering:
-        """Open sequences with contents as `Luggage.brought` describes, by group."""
+    def enter(self, metadata: Metadata, to_enter: dict[int, Any]) -> Entering:
+        """Open sequences with swapped contents, `SwappedContents.to_enter` by group."""
 
     def exchange(
         self,
@@ -279,7 +279,7 @@ class Part(Protocol):
 
     def fetch(
         self, cache: Cache, seq_ids: np.ndarray, lengths: np.ndarray, left: Any
-    ) -> dict[int, Luggage]:
+    ) -> dict[int, SwappedContents]:
         """Copy the contents of sequences to the host, by group."""
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
@@ -292,7 +292,7 @@ def parts_of(metadata: Metadata) -> tuple[Part, ...]:
 
 
 def apply_plans(
-    metadata: Metadata, plans: Sequence[Judged | Exchanging], done: Done
+    metadata: Metadata, plans: Sequence[DemandPlan | Exchanging], done: Served
 ) -> tuple[Metadata, tuple[Moves, ...]]:
     """Apply the served requests to each part; return the moves of their storage."""
     moves = []

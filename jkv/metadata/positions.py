@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather
-from jkv.metadata.part import Done, Lack, Lengths, Masks
+from jkv.metadata.part import Demand, Lengths, Masks, Served
 from jkv.state import Cache, Metadata, Pruned
 
 
@@ -106,7 +106,7 @@ def _write(
 
 class _Nothing(NamedTuple):
     wrongs: Masks = ()
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def pin(self, metadata: Metadata, *_: object) -> Metadata:
         return metadata
@@ -124,7 +124,7 @@ class _Inheriting(NamedTuple):
     parents: jax.Array  # i32[B]
     length: Lengths
     wrongs: Masks
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def judge(self, *_: object) -> "_Inheriting":
         return self
@@ -132,7 +132,7 @@ class _Inheriting(NamedTuple):
     def release(self, metadata: Metadata, _served: jax.Array) -> Metadata:
         return metadata
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, None]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, None]:
         num_dropped = self.length.positions - self.length.tokens
         num_left = gather(_pruned_of(metadata).num_left, self.parents)
         num_left = jnp.where(self.length.tokens == 0, 0, num_left)
@@ -145,12 +145,12 @@ class _Cutting(NamedTuple):
 
     lengths: jax.Array  # i32[B]
     wrongs: Masks
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def judge(self, eligible: jax.Array) -> "_Cutting":
         return self._replace(lengths=jnp.where(eligible, self.lengths, 0))
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, None]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, None]:
         row = done.rows(metadata)
         row = jnp.where(self.lengths == 0, row, metadata.max_sequences)
         return _write(metadata, row), None

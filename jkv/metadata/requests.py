@@ -19,7 +19,7 @@ import numpy as np
 
 from jkv.indexing import scatter, scatter_add
 from jkv.metadata import lanes
-from jkv.metadata.part import Granted, Lack
+from jkv.metadata.part import Demand, Granted
 from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.signatures import Integer as Integer
 from jkv.signatures import IntegerArray as IntegerArray
@@ -67,7 +67,7 @@ def as_index(value: Integer) -> jax.Array:
     return np.int32(max(I32.min, min(number, I32.max)))  # type: ignore[return-value]
 
 
-def as_domains(name: str, salts: Integers) -> Integers:
+def as_salts(name: str, salts: Integers) -> Integers:
     """Return cache salts for `broadcast`, unsigned ones as signed with the same bits.
 
     Saturation would merge two salts: numbers that do not fit are refused.
@@ -277,7 +277,7 @@ class Agreed(NamedTuple):
     granted: tuple[tuple[Granted, ...], ...]  # by part, then by pool
 
 
-def agree(lacks: Sequence[tuple[Lack, ...]], keep_free: Blocks = 0) -> Agreed:
+def agree(lacks: Sequence[tuple[Demand, ...]], keep_free: Blocks = 0) -> Agreed:
     """Decide in request order which requests the free blocks of all pools cover.
 
     From the first request that some pool cannot serve, all requests that need blocks

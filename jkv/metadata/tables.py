@@ -165,7 +165,7 @@ def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
     return allocator.drop_references(group, block)
 
 
-def give_back(
+def slide_window(
     group: BlockGroup, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
 ) -> BlockGroup:
     """Release the blocks outside the window of growing sequences, bool[B].

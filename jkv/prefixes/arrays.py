@@ -37,7 +37,7 @@ class Snapshots:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Beside:
+class PairedBlocks:
     """Pairs of blocks of a group and the leading group, which has N_0 blocks.
 
     A pair is valid if both sides agree: `partners[f] == w` and `beside[w] == f`. The
@@ -88,7 +88,7 @@ class IndexArrays(NoIndex):
     wide_hashes: jax.Array | None  # u32[N, 2], of the prefix up to the block's end
     hashes_above: jax.Array | None  # u32[N], of the prefix up to the block's start
     # Of each group except the leader, in their order.
-    followers: tuple[Beside, ...]
+    followers: tuple[PairedBlocks, ...]
     snapshots: Snapshots | None  # None without recurrent-state layers
 
     @property

@@ -143,17 +143,17 @@ def _find_fit(
     equal one, indexed before or by an earlier lane. The first shared block without an
     equal, or with unrecorded tokens, ends its chain.
     """
-    is_told = lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)
+    is_known = lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)
     if lanes.is_alone:  # no block follows, and `resolve` handles shared ones
-        return is_told
+        return is_known
     hashes, past_end = columns.prefixes.hashes, jnp.iinfo(jnp.int32).max
-    lane = jnp.arange(is_told.shape[0], dtype=jnp.int32)
+    lane = jnp.arange(is_known.shape[0], dtype=jnp.int32)
     equal = hash_tables.look_up(index_of(metadata), hashes)
     is_alone = columns.owners == 1
     is_fit = is_alone | (equal < metadata.leading.num_blocks)
 
     def in_chains(is_fit: jax.Array) -> jax.Array:
-        bad_rank = jnp.where(lanes.valid & ~(is_told & is_fit), lanes.rank, past_end)
+        bad_rank = jnp.where(lanes.valid & ~(is_known & is_fit), lanes.rank, past_end)
         ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
         return lanes.valid & lanes.unbroken & (lanes.rank < lanes.spread(ends))
 
@@ -166,7 +166,9 @@ def _find_fit(
         return more, jnp.any(more & ~asks)
 
     return while_loop(
-        lambda state: state[1], round_, (in_chains(is_fit), jnp.any(is_told & ~is_fit))
+        lambda state: state[1],
+        round_,
+        (in_chains(is_fit), jnp.any(is_known & ~is_fit)),
     )[0]
 
 

@@ -36,19 +36,19 @@ class PrefixIndex(IndexArrays):
     ) -> FoundState | None:
         return snapshots.find_at(metadata, seq_ids, lengths)
 
-    def find_partings(
+    def find_divergence(
         self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
     ) -> jax.Array | None:
-        return prompt_search.find_partings(metadata, tokens, salts)
+        return prompt_search.find_divergence(metadata, tokens, salts)
 
-    def find_partings_behind(
+    def find_divergence_after(
         self,
         metadata: Metadata,
         seq_ids: jax.Array,
         lengths: jax.Array,
         tokens: jax.Array,
     ) -> jax.Array | None:
-        return prompt_search.find_partings_behind(metadata, seq_ids, lengths, tokens)
+        return prompt_search.find_divergence_after(metadata, seq_ids, lengths, tokens)
 
     def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
         return sequences.texts_of(metadata, row)
@@ -97,7 +97,7 @@ class PrefixIndex(IndexArrays):
         return sequences.inherit(metadata, row, parents, lengths, is_exchange)
 
     def cut(self, metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
-        return sequences.cut_back(metadata, row, lengths)
+        return sequences.cap_committed(metadata, row, lengths)
 
     def use(self, metadata: Metadata, found: FoundState | None) -> Metadata:
         return snapshots.mark_used(metadata, found)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
 from jkv.metadata.xla_cpu import stage, written_after
-from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.arrays import IndexArrays, PairedBlocks
 from jkv.sharding.loops import when
 from jkv.state import Metadata
 
@@ -54,7 +54,7 @@ def with_follower(metadata: Metadata, number: int, **changes: jax.Array) -> Meta
     return with_index(metadata, followers=tuple(followers))
 
 
-def beside_of(metadata: Metadata, number: int) -> Beside:
+def pairs_of(metadata: Metadata, number: int) -> PairedBlocks:
     """Return the pairs of a group's blocks and the leader's."""
     return index_of(metadata).followers[metadata.followers.index(number)]
 
@@ -63,7 +63,7 @@ def set_partners(
     metadata: Metadata, number: int, leaders: jax.Array, blocks: jax.Array
 ) -> Metadata:
     """Pair blocks of a group with the leader's; N and N_0 are dropped."""
-    beside = beside_of(metadata, number)
+    beside = pairs_of(metadata, number)
     return with_follower(
         metadata,
         number,
@@ -75,7 +75,7 @@ def set_partners(
 def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Metadata:
     """Clear stale partners of leader blocks that just entered the index."""
     nothing = metadata.groups[number].num_blocks
-    partners = beside_of(metadata, number).partners
+    partners = pairs_of(metadata, number).partners
     partners = scatter(partners, leaders, nothing)
     return with_follower(metadata, number, partners=partners)
 
@@ -97,12 +97,12 @@ def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Arra
     if number == metadata.leader:
         return block
     nothing = metadata.groups[number].num_blocks
-    return _agree(beside_of(metadata, number), block, nothing=nothing)
+    return _agree(pairs_of(metadata, number), block, nothing=nothing)
 
 
 # A stage: a later fusion would read the array again, after its update.
 @stage
-def _agree(beside: Beside, block: jax.Array, *, nothing: int) -> jax.Array:
+def _agree(beside: PairedBlocks, block: jax.Array, *, nothing: int) -> jax.Array:
     """Return the partners of the leader's blocks with valid pairs."""
     partner = gather(beside.partners, block, fill=nothing)
     agrees = gather(beside.beside, partner, fill=-1) == block
@@ -114,14 +114,14 @@ def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
     if number == metadata.leader:
         return is_indexed(metadata, block)
     above = _find_above(metadata, number, block)
-    partners = beside_of(metadata, number).partners
+    partners = pairs_of(metadata, number).partners
     partner = gather(partners, above, fill=-1)
     return (partner == block) & is_indexed(metadata, above)
 
 
 def _find_above(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
     """Return the leader block paired with each block of another group."""
-    above, nothing = beside_of(metadata, number).beside, metadata.leading.num_blocks
+    above, nothing = pairs_of(metadata, number).beside, metadata.leading.num_blocks
     return gather(above, block, fill=nothing)
 
 
@@ -130,7 +130,7 @@ def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata
     if number == metadata.leader:
         hashes = scatter(index_of(metadata).hashes, block, jnp.uint32(0))
         return with_index(metadata, hashes=hashes)
-    beside, nothing = beside_of(metadata, number), metadata.leading.num_blocks
+    beside, nothing = pairs_of(metadata, number), metadata.leading.num_blocks
     above = scatter(beside.beside, block, nothing)
     return with_follower(metadata, number, beside=above)
 

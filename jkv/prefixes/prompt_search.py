@@ -71,16 +71,16 @@ def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompt
     return _Prompts(tokens, salts, usable)
 
 
-def find_partings(
+def find_divergence(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
     """Return the divergence point of prompts, i32[B, P], from known sequences."""
     if snapshots_of(metadata) is None:
         return None
-    return _find_partings(metadata, tokens, salts)
+    return _find_divergence(metadata, tokens, salts)
 
 
-def find_partings_behind(
+def find_divergence_after(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, tokens: jax.Array
 ) -> jax.Array | None:
     """Return the same for sequences' first tokens, i32[B], followed by `tokens`."""
@@ -96,11 +96,11 @@ def find_partings_behind(
     row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
     whole = scatter(known, (row, at), tokens)
     salts = index_of(metadata).read(seq_ids).salt
-    return _find_partings(metadata, whole, salts)
+    return _find_divergence(metadata, whole, salts)
 
 
 @jax.jit
-def _find_partings(
+def _find_divergence(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array:
     if not metadata.block_numbers:
@@ -173,11 +173,11 @@ def _look_up(
     first = jnp.full((shape[0], 1), nothing, jnp.int32)
     before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, : shape[1]]
     parents = proofs.known_parents(index, before)
-    asked = Prefixes(
+    wanted = Prefixes(
         hashed.tokens, prompts.salts[:, None], hashed.hashes, wide, parents
     )
     is_found = (column + 1) * metadata.block_size <= prompts.usable[:, None]
-    is_found &= hash_tables.is_same(metadata, block, asked)
+    is_found &= hash_tables.is_same(metadata, block, wanted)
     return jnp.where(is_found, block, nothing), wide
 
 

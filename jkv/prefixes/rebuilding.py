@@ -11,11 +11,11 @@ from jkv.indexing import gather, scatter
 from jkv.metadata import allocator
 from jkv.metadata.lanes import MOST_COMPARED
 from jkv.prefixes import hash_tables
-from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.arrays import IndexArrays, PairedBlocks
 from jkv.prefixes.hash_tables import Prefixes, hash_above
 from jkv.prefixes.prefix_index import (
-    beside_of,
     index_of,
+    pairs_of,
     put_index,
     tokens_of,
     with_follower,
@@ -35,7 +35,7 @@ def rename_blocks(
     """Renumber the blocks of a group in the index (`Index.rename`)."""
     if number == metadata.leader:
         return _rename_leaders(metadata, renamed, moved)
-    beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
+    beside, no_leader = pairs_of(metadata, number), metadata.leading.num_blocks
     return with_follower(
         metadata,
         number,
@@ -57,7 +57,7 @@ def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metad
         parents=renamed(moved(index.parents, num_old)),
         salts=moved(index.salts, 0),
         followers=tuple(
-            Beside(
+            PairedBlocks(
                 partners=moved(beside.partners, beside.beside.shape[0]),
                 beside=renamed(beside.beside),
             )

@@ -37,10 +37,10 @@ def begin(
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     metadata = record_texts(metadata, row[:, None], position, tokens)
     served = row < metadata.max_sequences
-    asked = (tokens >= 0) & served[:, None]
+    looked_up = (tokens >= 0) & served[:, None]
     sums = {
         Counter.PREFIX_QUERIES: jnp.sum(served, dtype=jnp.int32),
-        Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
+        Counter.PREFIX_TOKENS: jnp.sum(looked_up, dtype=jnp.int32),
         Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
     }
     return requests.add_counts(metadata, sums)
@@ -75,7 +75,7 @@ def inherit(
     return _note_opened(metadata, row, known.salt, committed)
 
 
-def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
+def cap_committed(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
     """Cap the committed tokens of rows, i32[B], at `lengths`, i32[B]."""
     index = index_of(metadata)
     known = index.read(row)

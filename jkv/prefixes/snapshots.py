@@ -143,12 +143,12 @@ def _find_text(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the place of a sequence's first tokens, or P, and if all are recorded."""
     counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
-    is_told = jnp.all((text >= 0) | ~counts)
+    is_known = jnp.all((text >= 0) | ~counts)
     alike = jnp.all((snapshots.texts == text[None]) | ~counts[None], axis=1)
-    alike &= (snapshots.lengths == length) & (snapshots.salts == salt) & is_told
+    alike &= (snapshots.lengths == length) & (snapshots.salts == salt) & is_known
     place = jnp.argmax(alike).astype(jnp.int32)
     none = snapshots.lengths.shape[0]
-    return jnp.where(jnp.any(alike), place, none)[None], is_told
+    return jnp.where(jnp.any(alike), place, none)[None], is_known
 
 
 def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
@@ -207,13 +207,13 @@ def _make_one(
     )
     text = gather(snapshots.sequence_texts, seq_id)[0]
     salt = index_of(metadata).read(seq_id).salt
-    place, is_told = _find_text(snapshots, text, length, salt)
+    place, is_known = _find_text(snapshots, text, length, salt)
     none = snapshots.lengths.shape[0]
-    is_new = (place == none) & is_told
+    is_new = (place == none) & is_known
     oldest = jnp.argmin(snapshots.last_used).astype(jnp.int32)[None]
     target = jnp.where(is_new, oldest, none)
     used = jnp.where(is_new, oldest, place)
-    stamp = snapshots.num_uses + is_told.astype(jnp.uint32)
+    stamp = snapshots.num_uses + is_known.astype(jnp.uint32)
 
     snapshots = put_at(
         snapshots,

@@ -49,10 +49,10 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
       [8]
     """
     prompts = requests.as_prompts(tokens)
-    salts = requests.as_domains("salts", salts)
-    (domains,) = requests.broadcast(prompts.shape[0], salts=salts)
+    salts = requests.as_salts("salts", salts)
+    (salts,) = requests.broadcast(prompts.shape[0], salts=salts)
     index_of(cache.metadata)
-    return _match(cache.metadata, prompts, domains)
+    return _match(cache.metadata, prompts, salts)
 
 
 @takes_cache()
@@ -100,8 +100,8 @@ def invalidate(cache: Cache, salt: Integer) -> Cache:
       >>> cache = jkv.invalidate(jkv.init(config), salt=3)
     """
     index_of(cache.metadata)
-    (domain,) = requests.broadcast(salt=requests.as_domains("salt", salt))
-    return cache.with_metadata(_forget(cache.metadata, domain))
+    (salt,) = requests.broadcast(salt=requests.as_salts("salt", salt))
+    return cache.with_metadata(_forget(cache.metadata, salt))
 
 
 @takes_cache()
@@ -137,7 +137,7 @@ def demote(cache: Cache, older_than: Integer) -> Cache:
     index_of(cache.metadata)
     if cache.metadata.num_classes == 1:
         return cache
-    bits = requests.as_domains("older_than", older_than)
+    bits = requests.as_salts("older_than", older_than)
     (time,) = requests.broadcast(older_than=bits)
     return cache.with_metadata(_demote(cache.metadata, time))
 

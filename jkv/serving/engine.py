@@ -51,7 +51,7 @@ from jkv.serving.request.request import (
 from jkv.serving.request.results import (
     Completion,
     Event,
-    Turns,
+    StepRunner,
     await_events,
     read_completions,
     read_events,
@@ -273,7 +273,9 @@ class Engine:
             clock,
         )
         scheduler = self._scheduler = Scheduler(loop, options)
-        self._turns = Turns(scheduler.step, lambda: scheduler.is_idle, scheduler.lock)
+        self._runner = StepRunner(
+            scheduler.step, lambda: scheduler.is_idle, scheduler.lock
+        )
 
     # Requests.
 
@@ -354,7 +356,7 @@ class Engine:
         except KeyError:
             return False
         went_on = self._scheduler.cancel(state)
-        self._turns.tell()
+        self._runner.notify()
         return went_on
 
     # Parked sequences.
@@ -378,7 +380,7 @@ class Engine:
         """
         self._check_leads()
         self._scheduler.park(request_id)
-        self._turns.tell()
+        self._runner.notify()
 
     @lists_arguments
     def resume(
@@ -423,7 +425,7 @@ class Engine:
     def unpark(self, request_id: int) -> bool:
         """Drop the parked sequences of a request; return True if there were any."""
         were_there = self._scheduler.unpark(request_id)
-        self._turns.tell()
+        self._runner.notify()
         return were_there
 
     # Results.
@@ -439,7 +441,7 @@ class Engine:
           An event for each sequence that has new tokens or has finished.
         """
         self._check_leads()
-        return self._turns.take()
+        return self._runner.run_step()
 
     def results(self, request_id: int, *, wait: bool = True) -> list[Completion]:
         """Return the completions of a request, one for each of its n sequences.
@@ -454,13 +456,13 @@ class Engine:
         state = self._scheduler.find(request_id)
         if wait:
             self._wait(state)
-        with self._turns.lock:
+        with self._runner.lock:
             return read_completions(state)
 
     def state(self, request_id: int) -> RequestStatus:
         """Return the state of a request."""
         state = self._scheduler.find(request_id)
-        with self._turns.lock:
+        with self._runner.lock:
             return state.status
 
     def events(self, request_id: int) -> Iterator[Event]:
@@ -473,7 +475,7 @@ class Engine:
           EngineError: at the end, if the request failed.
         """
         state = self._scheduler.find(request_id)
-        return read_events(self._turns, state, self._scheduler.cancel)
+        return read_events(self._runner, state, self._scheduler.cancel)
 
     def stream(self, request_id: int) -> Iterator[int]:
         """Yield the tokens of a request with n=1; otherwise as `events`.
@@ -492,7 +494,7 @@ class Engine:
     def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
         """Return the async form of `events`; starts the engine's thread."""
         state = self._scheduler.find(request_id)
-        return await_events(self._turns, state, self._scheduler.cancel)
+        return await_events(self._runner, state, self._scheduler.cancel)
 
     @lists_arguments
     async def astream(
@@ -529,7 +531,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if a step would do nothing: no unfinished request or unread event."""
-        with self._turns.lock:
+        with self._runner.lock:
             return self._scheduler.is_idle
 
     def stats(self) -> EngineStats:
@@ -558,7 +560,7 @@ class Engine:
         self._check_leads()
         if programs_folder is not None:
             keep_compiled_programs(Path(programs_folder))
-        return self._turns.with_turn(lambda: self._scheduler.warm_up(progress))
+        return self._runner.exclusively(lambda: self._scheduler.warm_up(progress))
 
     def update_params(
         self,
@@ -603,7 +605,7 @@ class Engine:
         update = Update(
             params, draft_params, recompute, keep_cached, version, store_version
         )
-        return self._turns.with_turn(lambda: self._scheduler.update_params(update))
+        return self._runner.exclusively(lambda: self._scheduler.update_params(update))
 
     def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the arrays of the logits processor, without recompilation.
@@ -618,7 +620,7 @@ class Engine:
           EngineError: for any other.
         """
         self._check_leads()
-        self._turns.with_turn(
+        self._runner.exclusively(
             lambda: self._scheduler.loop.replace_logits_processor(logits_processor)
         )
 
@@ -627,7 +629,7 @@ class Engine:
         self._check_leads()
         if self._shared is not None:
             self._shared.is_followed = True
-        self._turns.start()
+        self._runner.start()
 
     def follow(self, *, find_params: FindParams | None = None) -> None:
         """Execute the commands of a mesh's first process, until it closes its engine.
@@ -666,14 +668,14 @@ class Engine:
         """
         if not self._leads:
             return
-        self._turns.stop()
+        self._runner.stop()
         self._scheduler.cancel_all()
         self._scheduler.parking.give_up_all()
         while not self._scheduler.is_idle:
-            self._turns.take()
+            self._runner.run_step()
         if self._shared is not None:
-            self._turns.with_turn(self._shared.dismiss)
-        self._turns.with_turn(self._scheduler.storing.leave)
+            self._runner.exclusively(self._shared.dismiss)
+        self._runner.exclusively(self._scheduler.offloading.leave)
 
     def __enter__(self) -> "Engine":
         self.start()
@@ -698,33 +700,30 @@ class Engine:
         """Submit a prompt, as the continuation of a parked sequence if given."""
         self._check_leads()
         try:
-            checked = check_request(self._limits, request, self._scheduler.domains)
+            checked = check_request(self._limits, request, self._scheduler.salt_numbers)
         except RequestRefused:
             self._scheduler.count_refused()
             raise
-        state = RequestState(checked)
-        self._scheduler.add(state, parked)
-        self._turns.tell()
-        return state.request_id
+        request_id = self._scheduler.add(checked, parked)
+        self._runner.notify()
+        return request_id
 
     def _wait(self, state: RequestState) -> None:
         """Wait until a request has finished; raise EngineError if it failed."""
-        self._turns.wait_for(lambda: state.has_ended)
+        self._runner.wait_for(lambda: state.has_ended)
         state.raise_error()
 
     def _begin(self, request: Request) -> RequestState | list[Completion]:
         """Submit a prompt once the queue has room; return completions if refused."""
         while True:
-            self._turns.wait_for(lambda: self._scheduler.has_room)
+            self._runner.wait_for(lambda: self._scheduler.has_room)
             try:
                 return self._scheduler.find(self.submit(request))
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
-                reason = refused.reason
-                return [
-                    Completion(-1, i, [], [], reason, None) for i in range(request.n)
-                ]
+                reason, n = refused.reason, request.n
+                return [Completion(-1, i, [], [], reason, None) for i in range(n)]
             except QueueFull:  # another thread filled the queue
                 continue
 

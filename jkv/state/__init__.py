@@ -20,7 +20,7 @@ from jkv.state.metadata import (
 )
 from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage
-from jkv.state.windows import Everything, SlidingWindow
+from jkv.state.windows import FullAttention, SlidingWindow
 
 __all__ = [
     "NO_SEQUENCE",
@@ -28,7 +28,7 @@ __all__ = [
     "BlockGroup",
     "BlockStorage",
     "Cache",
-    "Everything",
+    "FullAttention",
     "GroupLayer",
     "Kept",
     "Metadata",

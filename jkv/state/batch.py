@@ -71,7 +71,7 @@ class Batch:
     # The attention plan, shared by all layers; opaque to other code.
     plan: Any = None
     # i32[...], rows with logits; None: the last row of each request.
-    asked_rows: jax.Array | None = None
+    logit_rows: jax.Array | None = None
     # What the rows of a request attend to among themselves; None: causal.
     mask: "StepMask | None" = None
     # Static: at most one row per request, known from the arguments.
@@ -101,10 +101,10 @@ class Batch:
     def last_rows(self) -> jax.Array:
         """Row of each request's last token, i32[B]; R if it has none.
 
-        With `asked_rows`, these rows, i32[...].
+        With `logit_rows`, these rows, i32[...].
         """
-        if self.asked_rows is not None:
-            return self.asked_rows
+        if self.logit_rows is not None:
+            return self.logit_rows
         last = self.query_starts + self.query_lengths - 1
         return jnp.where(self.query_lengths > 0, last, self.num_rows)
 

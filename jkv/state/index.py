@@ -104,7 +104,7 @@ class NoIndex:
         """Look up snapshots of sequences at lengths above 0, i32[B] each."""
         return None
 
-    def find_partings(
+    def find_divergence(
         self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
     ) -> jax.Array | None:
         """Return the divergence point of each prompt from known sequences, i32[B].
@@ -114,7 +114,7 @@ class NoIndex:
         """
         return None
 
-    def find_partings_behind(
+    def find_divergence_after(
         self,
         metadata: Metadata,
         seq_ids: jax.Array,

@@ -411,7 +411,7 @@ class Metadata:
     11. `committed`: the committed blocks of a sequence are a chain of indexed blocks
       except for released ones, its other blocks are not indexed; 0 <= committed <=
       context length, or -1. Of a pruned sequence only leading blocks are indexed.
-    12. `given_back`: all tokens in the window of a sequence's next row are cached; a
+    12. `released`: all tokens in the window of a sequence's next row are cached; a
       closed row has released nothing.
     13. `pending_rows`: 0 to `max_pending` tokens of a sequence are pending. 14.
     `snapshots`: a snapshot's length is a multiple of `snapshot_every`, its tokens are

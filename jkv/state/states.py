@@ -88,7 +88,7 @@ class StateStorage:
                 parts[part][name] = array
         return dataclasses.replace(self, bases=arrays["bases"], **parts)
 
-    def meaning(self, _path: str) -> None:
+    def encoded_dtype(self, _path: str) -> None:
         """Return None: files hold the bits as they are."""
 
     def with_sharding(self, _sharding: None) -> Self:

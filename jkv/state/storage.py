@@ -80,9 +80,9 @@ class BlockStorage:
         """Return the storage with other arrays or placeholders."""
         return dataclasses.replace(self, **arrays)
 
-    def meaning(self, path: str) -> np.dtype[Any] | None:
+    def encoded_dtype(self, path: str) -> np.dtype[Any] | None:
         """Return the dtype that the bits of an array encode, if it differs."""
-        return self.formats.meaning(path) if path in STORAGE_NAMES else None
+        return self.formats.encoded_dtype(path) if path in STORAGE_NAMES else None
 
     def with_sharding(self, sharding: StorageSharding | None) -> Self:
         """Return the storage with the sharding of another mesh."""

@@ -7,7 +7,7 @@ have attended by then.
 
 The released columns are a *gap* in a sequence's table row, after the blocks of the
 sinks. Positions never change: a token's column is its position divided by T.
-`Everything` is full attention: it has no arrays, releases nothing, and returns
+`FullAttention` is full attention: it has no arrays, releases nothing, and returns
 constants, so it adds no operations to a program.
 
 Symbols in shape comments as in `jkv.state.metadata`; C columns.
@@ -29,7 +29,7 @@ Columns: TypeAlias = jax.Array | int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Everything:
+class FullAttention:
     """Full attention: each row attends to all tokens before it; nothing is released."""
 
     length = None
@@ -93,7 +93,7 @@ class SlidingWindow:
     and those of the window.
     """
 
-    num_given_back: jax.Array  # i32[S], released columns of each sequence
+    num_released: jax.Array  # i32[S], released columns of each sequence
     # Tokens that a row attends to, itself included; static, as no shape implies it.
     length: int = dataclasses.field(metadata={"static": True})
     # Tokens at the start of a sequence that are never released; static, likewise.
@@ -109,7 +109,7 @@ class SlidingWindow:
 
     def gaps_of(self, seq_ids: jax.Array) -> jax.Array:
         """Return the released columns of open sequences, i32[...]."""
-        return gather(self.num_given_back, seq_ids)
+        return gather(self.num_released, seq_ids)
 
     def skip(self, rank: jax.Array, gap: Columns, size: int) -> jax.Array:
         """Return the column of the mapped block of each rank, i32[P], after the gap."""
@@ -117,13 +117,13 @@ class SlidingWindow:
 
     def with_gaps(self, row: jax.Array, gap: Columns) -> Self:
         """Set the released columns of rows, i32[B]; rows >= S are dropped."""
-        given_back = scatter(self.num_given_back, row, gap)
-        return dataclasses.replace(self, num_given_back=given_back)
+        released = scatter(self.num_released, row, gap)
+        return dataclasses.replace(self, num_released=released)
 
     def with_one_more(self, row: jax.Array) -> Self:
         """Add a released column for each mention of a row, i32[P]."""
-        given_back = scatter_add(self.num_given_back, row, 1)
-        return dataclasses.replace(self, num_given_back=given_back)
+        released = scatter_add(self.num_released, row, 1)
+        return dataclasses.replace(self, num_released=released)
 
     def unseen_from(self, lengths: jax.Array, size: int) -> jax.Array:
         """Return the columns outside the window of rows from `lengths` on, i32[...].
@@ -168,7 +168,7 @@ class SlidingWindow:
 
     def gone_cells(self, num_columns: int, size: int) -> jax.Array:
         """Return True for released cells of the tables, bool[S, C]."""
-        first, gap = self.sink_columns(size), self.num_given_back[:, None]
+        first, gap = self.sink_columns(size), self.num_released[:, None]
         column = jnp.arange(num_columns, dtype=jnp.int32)[None]
         return (column >= first) & (column < first + gap)
 
@@ -194,4 +194,4 @@ class SlidingWindow:
         return (column < sinks) | (column >= sinks + gap[:, None])
 
 
-Window: TypeAlias = Everything | SlidingWindow
+Window: TypeAlias = FullAttention | SlidingWindow

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather
-from jkv.metadata.part import Done, Lack, Lengths, Masks, Selection
+from jkv.metadata.part import Demand, Lengths, Masks, Selection, Served
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.state.index import Found, FoundState
 from jkv.states.copies import SnapshotCopies, StateMoves, copy_to_snapshots, move_states
@@ -129,12 +129,12 @@ def _find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> _Cu
 
 class _Opening(NamedTuple):
     found: Found
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def pin(self, metadata: Metadata, _row: jax.Array) -> Metadata:
         return metadata
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, StateMoves]:
         row, state = done.rows(metadata), self.found.state
         if state is None:
             moves = StateMoves(row, jnp.zeros_like(row))
@@ -147,7 +147,7 @@ class _Opening(NamedTuple):
 
 
 class _Nothing(NamedTuple):
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def apply(self, metadata: Metadata, *_: object) -> tuple[Metadata, None]:
         return metadata, None
@@ -155,7 +155,7 @@ class _Nothing(NamedTuple):
 
 class _Staying(NamedTuple):
     wrongs: Masks
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def judge(self, _eligible: jax.Array) -> "_Staying":
         return self
@@ -172,7 +172,7 @@ class _Sharing(NamedTuple):
     found: _Cut  # states of the parents at these lengths
     is_exchange: bool  # static: True if a parent may be a row of another request
     wrongs: Masks
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def judge(self, _eligible: jax.Array) -> "_Sharing":
         return self
@@ -180,7 +180,7 @@ class _Sharing(NamedTuple):
     def release(self, metadata: Metadata, _served: jax.Array) -> Metadata:
         return metadata
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, StateMoves]:
         found, is_taken = self.found, done.served & (self.positions > 0)
         source = jnp.where(is_taken, self.parents, metadata.max_sequences)
         place = None if found.snapshot is None else found.snapshot.only(is_taken).place
@@ -196,12 +196,12 @@ class _Cutting(NamedTuple):
     lengths: jax.Array  # i32[B]
     found: _Cut  # available states
     wrongs: Masks
-    lacks: tuple[Lack, ...] = ()
+    lacks: tuple[Demand, ...] = ()
 
     def judge(self, eligible: jax.Array) -> "_Cutting":
         return self._replace(lengths=jnp.where(eligible, self.lengths, 0))
 
-    def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
+    def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, StateMoves]:
         lengths, found, row = self.lengths, self.found, done.rows(metadata)
         metadata = metadata.with_pending(row, found.num_pending)
         # If the state already precedes the cut, the tokens are just no longer pending.

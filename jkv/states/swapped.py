@@ -24,13 +24,13 @@ class SwappedStates:
     rows: dict[str, np.ndarray]  # by name [L, B, ...], likewise
     inputs: dict[str, np.ndarray]  # by name [L, B, Q, ...], likewise
 
-    def meaning(self, _path: str) -> None:
+    def encoded_dtype(self, _path: str) -> None:
         """Return None: bits are written unchanged."""
 
     def fits(self, _columns: int) -> bool:
         return True
 
-    def brought(self, _columns: int) -> None:
+    def to_enter(self, _columns: int) -> None:
         """Return None: states need no block tables."""
 
     def compare(

@@ -49,7 +49,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, leaf in list_leaves(_kept(value)):
-        if (meant := _find_meaning(value, name)) is not None:
+        if (meant := _find_encoded_dtype(value, name)) is not None:
             if isinstance(value, Cache):
                 tensors[name] = _by_layers(leaf, meant, value, int(name.split(".")[1]))
             else:
@@ -111,14 +111,16 @@ def _as_json(leaf: Any) -> Any:
     return leaf.name if isinstance(leaf, np.dtype) else leaf
 
 
-def _find_meaning(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
+def _find_encoded_dtype(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
     """Return the dtype encoded by a leaf of keys, values or scales; None for others."""
     within, *numbers = name.split(".", 2)
     if within not in ("storage", "groups") or len(numbers) < 2:
         return None
     groups = value.storage if isinstance(value, Cache) else value.groups
-    meaning: np.dtype[Any] | None = groups[int(numbers[0])].meaning(numbers[1])
-    return meaning
+    encoded_dtype: np.dtype[Any] | None = groups[int(numbers[0])].encoded_dtype(
+        numbers[1]
+    )
+    return encoded_dtype
 
 
 def _by_layers(

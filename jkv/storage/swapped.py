@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv.indexing import gather
 from jkv.metadata import requests
-from jkv.metadata.part import Luggage
+from jkv.metadata.part import SwappedContents
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
@@ -36,7 +36,7 @@ class Swapped:
     num_uses: np.ndarray  # u32[B], as in `Sequences`
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
-    groups: tuple[Luggage, ...]  # contents in each group
+    groups: tuple[SwappedContents, ...]  # contents in each group
     # Tokens per block, T; static, since no shape has it.
     block_size: int = dataclasses.field(metadata={"static": True})
     num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
@@ -98,7 +98,7 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
     raise_for_status(found.pop("status"), cache)
     named = np.asarray(seq_ids) != NO_SEQUENCE
     found = jax.tree.map(lambda array: array[named], found)
-    groups: dict[int, Luggage] = {}
+    groups: dict[int, SwappedContents] = {}
     for part, left in zip(cache.metadata.parts, found.pop("of_parts"), strict=True):
         groups |= part.fetch(cache, found["seq_ids"], found["context_lengths"], left)
     in_order = tuple(groups[number] for number in sorted(groups))
@@ -127,7 +127,7 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
     )
 
 
-def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
+def match_groups(cache: Cache, swapped: Swapped) -> tuple[SwappedContents, ...]:
     """Return the contents for each group of the cache; raise if the groups differ."""
     if np.any(swapped.is_pruned) and not cache.metadata.sequences.pruned.is_there:
         raise UsageError(

@@ -48,7 +48,7 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
             above.append(first)
             continue
         own = find_free(metadata, number, count, width=width, known=True)
-        theirs = prefix_index.beside_of(metadata, number).beside
+        theirs = prefix_index.pairs_of(metadata, number).beside
         over = theirs.at[own].get(mode="fill", fill_value=nothing)
         is_first = jnp.any(over[:, None] == first[None], axis=1)
         own = jnp.where(is_first, group.num_blocks, own)

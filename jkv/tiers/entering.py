@@ -103,8 +103,10 @@ def _enter_one(
     index = hash_tables.enter(index, resolved, prefixes, before, hash_above)
     index = hash_tables.insert_children(index, resolved.enters, hash_above)
     metadata = prefix_index.put_index(metadata, index)
-    told = prefix_index.tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop")
-    metadata = metadata.changed(metadata.leader, tokens=told)
+    recorded = (
+        prefix_index.tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop")
+    )
+    metadata = metadata.changed(metadata.leader, tokens=recorded)
     written, used = list(entered.written), list(num_used)
     written[leader] = written[leader].at[lane].set(resolved.enters)
     used[leader] += (resolved.enters < nothing).astype(jnp.int32)

@@ -40,9 +40,9 @@ ABANDONED_SECONDS = 3600.0
 SCAN_SECONDS = 1.0
 
 
-def first_digest(domain: int | str, version: str, layout: Layout) -> bytes:
+def first_digest(salt: int | str, version: str, layout: Layout) -> bytes:
     """Return the initial digest of sequences with one salt, version and layout."""
-    said = json.dumps([domain, version, layout])
+    said = json.dumps([salt, version, layout])
     return hashlib.blake2b(said.encode(), digest_size=24).digest()
 
 

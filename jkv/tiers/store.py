@@ -16,10 +16,10 @@ from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled
 
 # Name of a cache salt: an int valid in all processes, or the hash of a string.
-Domain = int | str
+Salt = int | str
 
 
-def _same_number(salt: int) -> Domain | None:
+def _same_number(salt: int) -> Salt | None:
     return salt
 
 
@@ -28,7 +28,7 @@ class Names(NamedTuple):
 
     version: str  # of the weights
     # Returns the name of a salt in a cache; None: its blocks are not stored.
-    domain: Callable[[int], Domain | None] = _same_number
+    salt: Callable[[int], Salt | None] = _same_number
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +37,7 @@ class _Node:
 
     parent: "_Node | None"  # None for a root
     version: str
-    domain: Domain
+    salt: Salt
     tokens: np.ndarray  # i32[T]
     digest: bytes
     children: dict[bytes, "_Node"] = dataclasses.field(default_factory=dict)
@@ -102,7 +102,7 @@ class BlockStore:
         if folder is not None:
             self._folder = Folder(os.fspath(folder), max_folder_bytes)
             self._layout = self._folder.agree(version, None)
-        self._roots: dict[tuple[str, Domain], _Node] = {}
+        self._roots: dict[tuple[str, Salt], _Node] = {}
         # Nodes with contents in memory, least recently used first.
         self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()
         self._nbytes = 0
@@ -336,8 +336,8 @@ class BlockStore:
             for key in [key for key in self._roots if key[0] == old]:
                 root = self._roots.pop(key)
                 assert self._layout is not None
-                self._rename(root, new, first_digest(root.domain, new, self._layout))
-                self._roots[new, root.domain] = root
+                self._rename(root, new, first_digest(root.salt, new, self._layout))
+                self._roots[new, root.salt] = root
 
     def _rename(self, root: _Node, version: str, digest: bytes) -> None:
         """Rename a node and its descendants, which have no files under the new name."""
@@ -370,13 +370,13 @@ class BlockStore:
 
     def _root(self, names: Names, salt: int) -> _Node | None:
         """Return the root node of a salt; None if the salt has no name."""
-        domain = names.domain(salt)
-        if domain is None:
+        named = names.salt(salt)
+        if named is None:
             return None
-        key = names.version, domain
+        key = names.version, named
         if key not in self._roots:
             assert self._layout is not None
-            digest = first_digest(domain, names.version, self._layout)
+            digest = first_digest(named, names.version, self._layout)
             self._roots[key] = _Node(None, *key, np.zeros(0, np.int32), digest)
         return self._roots[key]
 
@@ -386,7 +386,7 @@ class BlockStore:
         if key not in node.children:
             digest = next_digest(node.digest, tokens)
             node.children[key] = _Node(
-                node, node.version, node.domain, tokens.copy(), digest
+                node, node.version, node.salt, tokens.copy(), digest
             )
         return node.children[key]
 
@@ -429,7 +429,7 @@ class BlockStore:
 
     def _said(self, node: _Node) -> dict[str, Any]:
         """Return the header of a column's file."""
-        return {"salt": node.domain, "version": node.version, "layout": self._layout}
+        return {"salt": node.salt, "version": node.version, "layout": self._layout}
 
     def _prune(self, node: _Node) -> None:
         """Remove nodes without contents and children, upwards."""
@@ -437,4 +437,4 @@ class BlockStore:
             node.parent.children.pop(node.tokens.tobytes(), None)
             node = node.parent
         if node.parent is None and not node.children:
-            self._roots.pop((node.version, node.domain), None)
+            self._roots.pop((node.version, node.salt), None)

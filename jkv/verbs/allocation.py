@@ -13,9 +13,9 @@ import numpy as np
 
 from jkv.metadata import requests, tables
 from jkv.metadata.part import (
-    Done,
     Moves,
     Opening,
+    Served,
     apply_plans,
     close_sequences,
     parts_of,
@@ -84,11 +84,11 @@ def allocate(
     """
     prompts = None if tokens is None else requests.as_prompts(tokens)
     num_prompts = None if prompts is None else prompts.shape[0]
-    counts, domains = requests.broadcast(
-        num_prompts, num_tokens=num_tokens, salts=requests.as_domains("salts", salts)
+    counts, salts = requests.broadcast(
+        num_prompts, num_tokens=num_tokens, salts=requests.as_salts("salts", salts)
     )
     kept = jax.tree.map(requests.as_index, keep_free)
-    metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
+    metadata, result, moves = _allocate(cache.metadata, counts, prompts, salts, kept)
     return cache.follow(metadata, moves), result
 
 
@@ -179,7 +179,7 @@ def _as_time(given: Integers) -> Integers:
                 f"keep_until must be in 0..{2**32 - 1}, a tick of jkv.clock, got "
                 f"{given!r:.60}"
             )
-    return requests.as_domains("keep_until", given)
+    return requests.as_salts("keep_until", given)
 
 
 @jax.jit
@@ -198,7 +198,7 @@ def _allocate(
     # Blocks found are pinned before any block is taken.
     for plan in plans:
         metadata = plan.pin(metadata, row)
-    done = Done(served, seq_ids)
+    done = Served(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
     metadata = requests.settle(metadata, status, served)

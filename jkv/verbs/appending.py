@@ -16,7 +16,7 @@ from jkv.indexing import gather
 from jkv.masks import CAUSAL, Mask, Resolved, Rows, resolve, without_rows
 from jkv.metadata import requests, tables
 from jkv.metadata.lanes import find_owners
-from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
+from jkv.metadata.part import Granted, Growing, Served, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
 from jkv.state.cache import Role
@@ -106,24 +106,24 @@ def append(
     checked, most = read_mask(cache.metadata, mask, num_rows, num_requests), 0
     if max_span is not None or checked is not None:
         most = read_span(max_span, num_rows)
-    told = None
+    recorded = None
     if tokens is not None:
-        (told,) = requests.broadcast(tokens=tokens)
-        if told.shape != (num_rows,):
+        (recorded,) = requests.broadcast(tokens=tokens)
+        if recorded.shape != (num_rows,):
             raise ValueError(
                 f"tokens must be i32[R] with R = {num_rows} rows, got "
-                f"{told.dtype}{list(told.shape)}"
+                f"{recorded.dtype}{list(recorded.shape)}"
             )
     if not cache.metadata.records_tokens:
-        told = None
-    elif told is None:
-        told = jnp.full((num_rows,), -1, jnp.int32)
+        recorded = None
+    elif recorded is None:
+        recorded = jnp.full((num_rows,), -1, jnp.int32)
     pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
     metadata, plan = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        told,
+        recorded,
         pending,
         checked,
         num_rows=num_rows,
@@ -171,8 +171,8 @@ def _append(
             blocks[number] = of_part
     if tokens is not None:
         # The tokens of pruned sequences do not determine their keys.
-        told = metadata.sequences.pruned.unpruned(step.table_row)
-        metadata = metadata.index.record(metadata, told, step.position, tokens)
+        recorded = metadata.sequences.pruned.unpruned(step.table_row)
+        metadata = metadata.index.record(metadata, recorded, step.position, tokens)
     row = step.done.rows(metadata)
     metadata = requests.mark_used(metadata, row, growth.before, growth.new_length)
     metadata = requests.settle(metadata, growth.status, growth.served)
@@ -318,7 +318,7 @@ def _make_step(
     position = jnp.where(valid, rows.spread(length) + rows.rank, 0)
     column, offset = tables.locate(position, metadata.block_size)
     return Step(
-        done=Done(served, seq_ids),
+        done=Served(served, seq_ids),
         length=length,
         query_lengths=growth.query_lengths,
         is_decoding=is_decoding,

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jkv.blocks import sharing
 from jkv.metadata import requests, tables
 from jkv.metadata.part import (
-    Done,
+    Check,
+    DemandPlan,
     Exchanging,
-    Judged,
-    Look,
     Moves,
+    Served,
     apply_plans,
     parts_of,
 )
@@ -96,7 +96,7 @@ def _fork(
         wrong = requests.any_of([length.tokens != lengths, *wrongs])
     status, served, plans = _judge(metadata, looks, parents, wrong)
     metadata, children = tables.open_rows(metadata, served, length.tokens)
-    done = Done(served, children)
+    done = Served(served, children)
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
@@ -107,8 +107,8 @@ def _fork(
 
 
 def _judge(
-    metadata: Metadata, looks: list[Look], parents: jax.Array, wrong: jax.Array
-) -> tuple[jax.Array, jax.Array, list[Judged]]:
+    metadata: Metadata, looks: list[Check], parents: jax.Array, wrong: jax.Array
+) -> tuple[jax.Array, jax.Array, list[DemandPlan]]:
     """Return statuses, i32[B], a mask of served requests, bool[B], and plans."""
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
@@ -191,7 +191,7 @@ def _truncate(
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
     served = eligible & ~no_block
 
-    done = Done(served, seq_ids)
+    done = Served(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.cut(metadata, row, lengths)
@@ -260,7 +260,7 @@ def _reorder(
         padding, [(Status.INVALID_SEQUENCE, ~live), (Status.OUT_OF_BLOCKS, no_block)]
     )
     served = changes & ~no_block
-    done = Done(served, seq_ids)
+    done = Served(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)

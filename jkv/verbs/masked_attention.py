@@ -71,7 +71,7 @@ def attend_masked(
             by_request=by_position,
         )
         by_head = queries.shape[:2]
-        output = formats.value.turn_back(output.reshape(*by_head, -1))
+        output = formats.value.rotate_back(output.reshape(*by_head, -1))
         others = output[..., :value_dim], lse.reshape(by_head)
     else:
         others = jnp.zeros(found[0].shape), jnp.full_like(found[1], -jnp.inf)
@@ -116,7 +116,7 @@ def _as_queries(
 ) -> jax.Array:
     """Return scaled queries by kv head, rotated as stored keys, f32[R, K, G, D]."""
     num_rows, num_heads, head_dim = queries.shape
-    rows = formats.key.turn(queries).astype(jnp.float32) * scale
+    rows = formats.key.rotate(queries).astype(jnp.float32) * scale
     return rows.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv.blocks.row_copies import Rotate, RowCopies, copy_rows
 from jkv.metadata import requests
-from jkv.metadata.part import Done, Moves, Selection, apply_plans, parts_of
+from jkv.metadata.part import Moves, Selection, Served, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import BlockStorage, Cache, Metadata, Pruned
 from jkv.state.entry import takes_cache
@@ -200,7 +200,7 @@ def _prune(
     plans = [look.judge(eligible) for look in looks]
     no_block = requests.agree([plan.lacks for plan in plans]).no_block
     status = jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status)
-    done = Done(eligible & ~no_block, seq_ids)
+    done = Served(eligible & ~no_block, seq_ids)
 
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import requests, tables
-from jkv.metadata.part import Luggage, parts_of
+from jkv.metadata.part import SwappedContents, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata, Pruned
 from jkv.state.entry import takes_cache
@@ -136,11 +136,11 @@ class _Entering(NamedTuple):
     num_dropped: Any  # i32[B]; None in a cache without pruning
     num_left: Any  # i32[B], likewise
     too_long: Any  # bool[], True if one exceeds the block tables
-    brought: dict[int, Any]  # arguments of `Part.enter`, by group
+    to_enter: dict[int, Any]  # arguments of `Part.enter`, by group
 
     @classmethod
     def of(
-        cls, swapped: Swapped, groups: tuple[Luggage, ...], cache: Cache
+        cls, swapped: Swapped, groups: tuple[SwappedContents, ...], cache: Cache
     ) -> "_Entering":
         """Fit swapped sequences to a cache."""
         columns, lengths = cache.max_blocks_per_sequence, swapped.context_lengths
@@ -162,7 +162,7 @@ class _Entering(NamedTuple):
             num_left=_or_zeros(left, zeros) if has_pruning else None,
             too_long=not all(each.fits(columns) for each in groups)
             or np.any(lengths > cache.max_context_length),
-            brought={i: each.brought(columns) for i, each in enumerate(groups)},
+            to_enter={i: each.to_enter(columns) for i, each in enumerate(groups)},
         )
 
 
@@ -177,7 +177,7 @@ def _open(
     """Open all sequences, or none; also return their block tables by group."""
     num_rows = entering.context_lengths.shape[0]
     parts = parts_of(metadata)
-    plans = [part.enter(metadata, entering.brought) for part in parts]
+    plans = [part.enter(metadata, entering.to_enter) for part in parts]
     no_block = requests.agree([plan.lacks for plan in plans]).no_block
     causes = [
         (Status.CONTEXT_FULL, entering.too_long),

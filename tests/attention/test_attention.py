@@ -275,7 +275,7 @@ def test_padding_and_layouts(implementation):
 
 
 @pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, None))
-def test_nobody_asks(implementation):
+def test_calls_without_rows_or_requests(implementation):
     """No rows, no requests, and a traced window that hides everything."""
     operands = small_operands()
     positional = arguments(operands)

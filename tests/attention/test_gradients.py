@@ -68,7 +68,7 @@ def make_variables():
 
 
 @pytest.mark.parametrize("name", few(OPTIONS, "plain"))
-def test_equal_those_of_the_reference(name):
+def test_gradients_equal_the_reference(name):
     """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""
     operands, variables = make_variables()
     loss = make_loss(operands, len(variables[0]), **OPTIONS[name])

@@ -288,7 +288,7 @@ def break_rows_and_tokens(arrays, operands, cotangents, value):
 
 @pytest.mark.parametrize("name", ["plain", *further(["soft cap", "latent"])])
 @pytest.mark.one_end
-def test_gradients_of_what_it_does_not_touch_have_the_same_bits(name):
+def test_unrelated_gradients_are_bit_identical(name):
     """Also where a cotangent is broken, of a request's row or of nobody's."""
     this = GRADIENTS[name]
     arrays, operands = make_call(this, "mixed")

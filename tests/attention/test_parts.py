@@ -78,7 +78,7 @@ def test_parts_join_to_the_whole(way):
 
 
 @pytest.mark.one_end
-def test_what_no_part_can_be_is_refused():
+def test_invalid_parts_are_refused():
     operands = make_operands(case().workload("decode"))
     positional = arguments(operands)
     for part, words in (

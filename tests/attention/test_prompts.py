@@ -31,10 +31,10 @@ from support.tolerances import TOLERANCE, assert_close, is_close
 
 import jkv
 from jkv.attention import choice, paged_attention
-from jkv.attention.backend import DEFAULT, Card
+from jkv.attention.backend import DEFAULT, DeviceType
 from jkv.attention.cudnn import Cudnn, attend_prompts, find_prompt, without_prompt
-from jkv.attention.kernel.face import Pallas
-from jkv.attention.xla.face import attend_xla
+from jkv.attention.kernel.interface import Pallas
+from jkv.attention.xla.interface import attend_xla
 
 NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
 LAYER = 1
@@ -76,11 +76,11 @@ class Prompts(Cudnn):
     platforms = (DEFAULT,)
     attend_contiguous = staticmethod(by_xla)
 
-    def why_not(self, call, card):
-        del call, card
+    def why_not(self, call, device):
+        del call, device
 
-    def attend(self, call, card):
-        del card
+    def attend(self, call, device):
+        del device
 
         def attend_in_dtype(queries, keys, values):
             assert queries.dtype == keys.dtype == values.dtype
@@ -172,7 +172,7 @@ WIDE = 2**30
         ("one behind others", WIDE, True),
     ),
 )
-def test_prompts_are_what_the_reference_says(batch, window, goes):
+def test_prompts_equal_the_reference(batch, window, goes):
     given, options = operands_of(batch)
     options["window"] = np.int32(window)
     wanted = jitted("reference")(*given, **options)
@@ -196,7 +196,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("dtype, kv_dtype", [*STORED, *further(OTHERS)])
-def test_what_is_read_back_is_what_is_stored(dtype, kv_dtype):
+def test_prompts_read_the_stored_encoding(dtype, kv_dtype):
     given, options = operands_of("one behind others", dtype=dtype, kv_dtype=kv_dtype)
     wanted = jitted("reference")(*given, **options)
     found = jitted("prompts")(*given, **options)
@@ -208,7 +208,7 @@ def test_what_is_read_back_is_what_is_stored(dtype, kv_dtype):
 
 
 @pytest.mark.one_end
-def test_gradients_are_those_of_the_paged_attention():
+def test_prompt_gradients_equal_paged_attention():
     given, options = operands_of("one before others")
     # Missing entries are NaN, and 0 * NaN is NaN.
     arrays = [jnp.nan_to_num(each) for each in given[:3]]
@@ -233,7 +233,9 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
     call = make_call("one behind others")
     rest = without_prompt(call, find_prompt(call))
     assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
-    output, lse = jax.jit(lambda rest: Pallas().attend(rest, Card("cpu", None)))(rest)
+    output, lse = jax.jit(lambda rest: Pallas().attend(rest, DeviceType("cpu", None)))(
+        rest
+    )
     rows = rows_of("one behind others")
     assert np.all(np.asarray(output[rows]) == 0) and np.all(np.isneginf(lse[rows]))
     given, options = operands_of("one behind others")
@@ -242,7 +244,7 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_what_is_not_finite_reaches_no_rows_before_it(number):
+def test_non_finite_values_reach_no_earlier_rows(number):
     """A broken key or value of one kv head: the prompt's own rows behind it are NaN."""
     given, options = operands_of("one behind others")
     whole = np.asarray(jitted("prompts")(*given, **options))
@@ -414,7 +416,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("has_cudnn")
 @pytest.mark.parametrize("name", few(REFUSED, "head dim"))
-def test_cudnn_refuses_what_it_does_not_have(name):
+def test_cudnn_refuses_unsupported_calls(name):
     shapes, options, reason = REFUSED[name]
     with pytest.raises(NotImplementedError, match=reason):
         lower_cudnn(options=options, **shapes)
@@ -427,13 +429,13 @@ def test_cudnn_refuses_bits_that_shall_not_depend_on_the_step():
         lower_cudnn(options={"by_position": True})
 
 
-def test_cudnn_says_where_it_is_not_there():
+def test_missing_cudnn_is_reported():
     with pytest.raises(NotImplementedError, match="cuDNN is not detected"):
         lower_cudnn(rows=64)
 
 
 @pytest.mark.usefixtures("has_cudnn")
-def test_cudnn_says_what_it_is_for():
+def test_cudnn_supports_cuda_only():
     with pytest.raises(NotImplementedError, match="supports CUDA only"):
         lower_cudnn(platform="rocm")
 

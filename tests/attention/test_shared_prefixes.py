@@ -14,9 +14,9 @@ from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close
 
 import jkv
-from jkv.attention.backend import Card
+from jkv.attention.backend import DeviceType
 from jkv.attention.call import Requests
-from jkv.attention.kernel import face
+from jkv.attention.kernel import interface
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.tiles.variant import count_decode_pieces, count_lanes
 from jkv.attention.kernel.work import planning
@@ -120,7 +120,7 @@ def test_where_nothing_is_shared_pieces_are_as_without():
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_is_shared_is_what_tables_have_in_common():
+def test_shared_prefixes_equal_common_table_columns():
     """Of random trees; a block that was exchanged in one row ends its shared prefix."""
     rng, total = np.random.default_rng(1), 0
     for _ in range(40):
@@ -141,7 +141,7 @@ SHAPE = fit(Shape())
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_random_trees_give_what_the_reference_gives(implementation):
+def test_random_trees_equal_the_reference(implementation):
     """Lanes come and leave anywhere; none sees a block of another's."""
     rng = np.random.default_rng(2)
     dim, dtype, tuning = SHAPE.head_dim, SHAPE.queries, find_tuning_here(SHAPE)
@@ -322,7 +322,7 @@ def with_tables(cache, tables):
 
 @pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
 @pytest.mark.one_end
-def test_attention_finds_what_it_finds_without(name):
+def test_shared_reads_equal_separate_reads(name):
     """And reads shared blocks by one table: others may hold anything there."""
     case = CASES[name]
     cache, batch, queries = make_branches(case)
@@ -358,11 +358,11 @@ def test_attention_finds_what_it_finds_without(name):
 
 
 def plan_on_a_card(cache, batch):
-    """The step as on a card for which kernels are cut as they are interpreted."""
+    """The step as on a GPU for which kernels are cut as they are interpreted."""
     patch = unittest.mock.patch.object
     with (
-        patch(face, "find_gpu", lambda: Card("cpu", "interpreted")),
-        patch(planning, "find_card_tuning", lambda _: INTERPRETED),
+        patch(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted")),
+        patch(planning, "find_local_tuning", lambda _: INTERPRETED),
     ):
         return plan_attention(cache, without_plan(batch))
 
@@ -380,7 +380,7 @@ SAVED = {
 @pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
-def test_the_kernel_reads_what_lanes_share_once(name):
+def test_the_kernel_reads_shared_blocks_once(name):
     """By the table of the first: the others' may hold anything there."""
     case = CASES[name]
     cache, batch, queries = make_branches(case, (170, 30, 90))
@@ -419,7 +419,7 @@ def test_windows_are_read_for_each():
 
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
-def test_kernels_have_the_bits_of_those_without_lanes():
+def test_unshared_steps_are_bit_identical_with_lanes():
     """Where nothing is shared, in the program that can read shared blocks."""
     case = CASES["sinks, soft cap, grouped"]
     cache, batch, queries = make_branches(case, (170, 30, 90))

@@ -35,7 +35,7 @@ def own_settings(monkeypatch, tmp_path):
     compilation_cache.reset_cache()
 
 
-def test_what_is_compiled_is_kept(tmp_path):
+def test_compiled_programs_are_cached_on_disk(tmp_path):
     folder = keep_compiled_programs()
     assert folder == tmp_path / "xdg" / "jkv" / "programs"
     program = jax.jit(lambda x: jnp.cos(x) * 3)
@@ -61,7 +61,7 @@ def test_a_folder_is_named_by_a_text(tmp_path):
 
 
 @pytest.mark.one_end
-def test_whoever_chose_a_folder_keeps_it(tmp_path):
+def test_a_configured_cache_folder_is_kept(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "chosen"))
     assert keep_compiled_programs() is None
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "chosen")

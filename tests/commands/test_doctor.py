@@ -16,9 +16,9 @@ from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
 from jkv.commands.diagnosis import main
-from jkv.commands.ending import run_process
+from jkv.commands.exiting import run_process
 from jkv.commands.facts import list_known_faults
-from jkv.commands.report import Report, Step, judge, say_duration
+from jkv.commands.report import Report, Step, format_duration, judge
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
 
 
 @pytest.mark.one_end
-def test_what_the_store_gets_wrong_is_reported():
+def test_wrong_stored_values_are_reported():
     """With the difference, and the way to do without the kernel."""
     case = stores.Case("bytes", (16, 16), block_size=2, dtype="int8")
     kernel = functools.partial(store_rows, way=Way(interpret=True))
@@ -202,7 +202,7 @@ def test_a_quick_look_is_a_small_part():
 
 
 @pytest.mark.one_end
-def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_writes_a_partial_report(tmp_path, monkeypatch, capsys):
     def stop():
         raise KeyboardInterrupt
 
@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.one_end
-def test_a_file_is_written_where_one_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_the_report_is_written_to_the_given_path(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
     monkeypatch.setattr(diagnosis, "plan_steps", lambda **_: [])
@@ -236,9 +236,7 @@ def test_a_file_is_written_where_one_is_asked_for(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.one_end
-def test_a_file_that_cannot_be_is_told_before_anything_runs(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_invalid_report_path_fails_before_the_checks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(diagnosis, "plan_steps", lambda **_: pytest.fail("too early"))
     for path in (tmp_path / "none" / "report.json", tmp_path):
         with pytest.raises(SystemExit) as ended:
@@ -271,8 +269,8 @@ def test_after_ctrl_c_the_process_ends_with_all_threads(monkeypatch, capsys):
 
 
 @pytest.mark.one_end
-def test_what_is_left_is_said_roughly():
-    said = [say_duration(seconds) for seconds in (1, 43, 89, 100, 600)]
+def test_durations_are_rounded():
+    said = [format_duration(seconds) for seconds in (1, 43, 89, 100, 600)]
     assert said == ["5 s", "45 s", "90 s", "2 min", "10 min"]
 
 

@@ -103,7 +103,7 @@ def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
 
 
 @pytest.mark.usefixtures("broken_machine")
-def test_what_was_found_is_set_or_said_the_next_time(monkeypatch):
+def test_required_flags_are_set_or_warned_about_next_time(monkeypatch):
     assert xla_flags.read_missing_flags() == []
     main(["--first-light"])
     with pytest.warns(RuntimeWarning, match=NO_COMMAND_BUFFERS):
@@ -129,7 +129,7 @@ def test_what_was_found_is_set_or_said_the_next_time(monkeypatch):
 
 
 @pytest.mark.usefixtures("broken_machine")
-def test_no_flag_is_said_to_help_where_none_does(monkeypatch, capsys):
+def test_no_flag_is_reported_if_none_helps(monkeypatch, capsys):
     worse = MACHINE.replace('"buffer" not in', '"nothing" not in')
     monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", worse))
     main(["--first-light"])
@@ -139,7 +139,7 @@ def test_no_flag_is_said_to_help_where_none_does(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"flags": 3, "versions": 1}'])
-def test_a_broken_file_says_nothing(monkeypatch, tmp_path, text):
+def test_a_broken_flags_file_is_ignored(monkeypatch, tmp_path, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "jkv").mkdir()
     (tmp_path / "jkv" / "first-light.json").write_text(text)
@@ -181,7 +181,7 @@ answer(tries, sys.argv[1:])
 """
 
 
-def test_a_child_answers_what_its_tries_do():
+def test_a_child_process_reports_each_check():
     command = (sys.executable, "-c", CHILD)
     names = ("right", "facts", "wrong", "gone", "refused")
     found = list(ask(command, names, lambda: 60.0))
@@ -195,7 +195,7 @@ def test_a_child_answers_what_its_tries_do():
     assert found[1].facts == {"a": 1}
 
 
-def test_probes_tell_wrong_numbers_from_right_ones(monkeypatch):
+def test_probes_detect_wrong_results(monkeypatch):
     """A GPU's results are the CPU's, with one bit or one row of them changed."""
     monkeypatch.setattr(probes, "TALL", (600, 8, 4))
     probes.multiply_tall()
@@ -232,7 +232,7 @@ def test_each_kernel_has_a_try():
     assert len(probes.list_tries(is_on_cpu=True)) < 10
 
 
-def test_reports_name_nobody(monkeypatch):
+def test_reports_contain_no_names_or_paths(monkeypatch):
     monkeypatch.setattr("jkv.commands.report._find_names", lambda: ("ada", "tower"))
     said = {
         "a": ["/home/ada/x.so: ada@tower", r"C:\Users\ada\x", "3 GB/s, 5 and/or 6"],

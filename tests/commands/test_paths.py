@@ -7,7 +7,7 @@ from support.kernel_lowering import find_kernels, lower, make_shapes
 from support.paths import ROOT
 
 from jkv.attention import backend, paged_attention
-from jkv.attention.backend import Card
+from jkv.attention.backend import DeviceType
 from jkv.attention.choice import explain_choice
 from jkv.commands.diagnosis import main
 
@@ -49,13 +49,13 @@ def find_names(queries, pools, platform, *, by_position, has_gradient):
         ("sm_100", dict(head_dim=64, dtype="float32"), False, True),
     ],
 )
-def test_a_program_has_the_kernels_that_are_told_of(
+def test_programs_contain_the_reported_kernels(
     monkeypatch, target, options, forward, derivative
 ):
     platform = "rocm" if target.startswith("gfx") else "cuda"
     monkeypatch.setattr(backend, "find_target", {platform: target}.get)
     queries, pools = make_shapes(group=2, kv_heads=1, has_bits=False, **options)
-    reasons = explain_choice(queries, pools, Card(platform, target))
+    reasons = explain_choice(queries, pools, DeviceType(platform, target))
     assert (reasons.forward is None, reasons.derivative is None) == (
         forward,
         derivative,
@@ -71,7 +71,7 @@ def test_a_program_has_the_kernels_that_are_told_of(
 
 
 def test_other_platforms_have_no_kernel():
-    forward, derivative = explain_choice(*make_shapes(), Card("cpu", None))
+    forward, derivative = explain_choice(*make_shapes(), DeviceType("cpu", None))
     assert forward == derivative == "there are kernels for rocm and cuda, not for cpu"
 
 
@@ -80,14 +80,14 @@ def said(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_a_shape_on_a_card(capsys):
+def test_paths_of_a_shape_on_a_gpu(capsys):
     text = said(
-        capsys, "--model", "num_kv_heads=8,head_dim=128", "--card", "gfx942"
+        capsys, "--model", "num_kv_heads=8,head_dim=128", "--gpu", "gfx942"
     ).splitlines()
     (line,) = text[3:]
     assert line.endswith("float32: the kernel, with exact= too; its gradient: a kernel")
     text = said(
-        capsys, "--model", "num_kv_heads=8,head_dim=128", "--card", "sm_80"
+        capsys, "--model", "num_kv_heads=8,head_dim=128", "--gpu", "sm_80"
     ).splitlines()
     assert text[:2] == [
         "sm_80:",
@@ -104,22 +104,22 @@ def test_a_shape_on_a_card(capsys):
     ]
 
 
-def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
-    text = said(capsys, "--model", str(CHECKPOINTS / "gemma4"), "--card", "gfx942")
+def test_paths_of_mixed_shared_and_recurrent_layers(capsys):
+    text = said(capsys, "--model", str(CHECKPOINTS / "gemma4"), "--gpu", "gfx942")
     assert text.count(" kv heads of ") == 2
-    text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--card", "sm_90")
+    text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--gpu", "sm_90")
     assert "for keys and" in text
-    text = said(capsys, "--model", str(CHECKPOINTS / "bamba"), "--card", "sm_90")
+    text = said(capsys, "--model", str(CHECKPOINTS / "bamba"), "--gpu", "sm_90")
     assert "recurrent-state layers: XLA, without a kernel" in text
     text = said(
         capsys,
         *("--model", "num_kv_heads=8,head_dim=20", "--block-size", "24"),
-        *("--card", "sm_90"),
+        *("--gpu", "sm_90"),
     )
     assert text.count("because the key head dim must be a multiple of 8") == 2
 
 
-def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
+def test_the_local_gpu_is_the_default(capsys, monkeypatch):
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
     cards = [line for line in text.splitlines() if line.endswith(":")]
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
@@ -137,14 +137,14 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
         (["--model", "head_dim=64"], "must include num_kv_heads"),
         (["--model", "heads=4"], "dtype, got 'heads'"),
         (["--model", "num_kv_heads=a,head_dim=64"], "invalid literal"),
-        (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "must be a GPU"),
-        (["--card", "sm_90"], "require --model"),
+        (["--model", "num_kv_heads=1,head_dim=64", "--gpu", "H100"], "must be a name"),
+        (["--gpu", "sm_90"], "require --model"),
         (["--model", "a", "--quick"], "omit --report and --quick"),
         (["--first-light", "--quick"], "excludes --quick and --model"),
         (["--first-light", "--model", "a"], "excludes --quick and --model"),
     ],
 )
-def test_mistakes_are_told_in_one_line(capsys, arguments, words):
+def test_invalid_arguments_print_one_line(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     text = capsys.readouterr().err

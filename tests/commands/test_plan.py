@@ -13,7 +13,7 @@ from support.paths import EXAMPLES, ROOT
 import jkv
 import jkv.__main__ as listed
 from jkv.commands.capacity import main, make_plan
-from jkv.formats.table import COSTS, tell_cost
+from jkv.formats.table import COSTS, format_cost
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"
@@ -77,7 +77,7 @@ def test_more_devices_than_heads(tmp_path):
         (dict(memory=192), "got 192; write 192GB"),
     ],
 )
-def test_plans_that_fail_say_why(tmp_path, arguments, says):
+def test_impossible_plans_give_the_reason(tmp_path, arguments, says):
     path = folder(tmp_path, **LLAMA)
     with pytest.raises(ValueError, match=says):
         make_plan(path, **dict(memory="80GB") | arguments)
@@ -89,7 +89,7 @@ def test_a_path_to_the_settings_works():
     assert found.weights > 0
 
 
-def test_without_a_dtype_it_says_what_it_took(tmp_path):
+def test_a_default_dtype_is_reported(tmp_path):
     path = folder(tmp_path, **LLAMA | dict(torch_dtype=None))
     found = make_plan(path, "80GB", weights="1GB")
     assert found.config.dtype.name == "float32"
@@ -97,7 +97,7 @@ def test_without_a_dtype_it_says_what_it_took(tmp_path):
     assert not make_plan(path, "80GB", weights="1GB", dtype="bfloat16").notes
 
 
-def test_windows_are_shown_beside_what_is_kept(tmp_path):
+def test_windows_are_shown_with_the_kept_tokens(tmp_path):
     """Gemma 3's layout: of six layers five look back over 1024 tokens."""
     settings = LLAMA | dict(
         model_type="gemma3_text", num_hidden_layers=6, sliding_window=1024
@@ -140,7 +140,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_real_models_take_what_was_found_by_hand(tmp_path, name):
+def test_real_models_take_the_bytes_computed_by_hand(tmp_path, name):
     (layers, windowed, window, heads, head_dim, longest), expected = MODELS[name]
     every = layers // max(layers - windowed, 1) if windowed < layers else None
     settings = LLAMA | dict(
@@ -156,7 +156,7 @@ def test_real_models_take_what_was_found_by_hand(tmp_path, name):
     assert found.bytes_needed[longest] == expected
 
 
-def test_the_command_prints_what_fits(tmp_path):
+def test_the_command_prints_the_capacity(tmp_path):
     path = folder(tmp_path, **LLAMA, sliding_window=4096)
     command = [sys.executable, "-W", "error", "-m", "jkv.plan"]
     options = [
@@ -179,7 +179,7 @@ def test_the_command_prints_what_fits(tmp_path):
     assert lines[2].startswith("group 0") and "a window of 4,096 tokens" in lines[2]
     assert " blocks of 32 = " in lines[3]
     assert "per token   128.0 KiB, 16.0 KiB on each" in lines
-    told = [tell_cost(*dtypes) for dtypes in COSTS]
+    told = [format_cost(*dtypes) for dtypes in COSTS]
     times = ["formats     int8: 2.0", "e4m3fn: 2.0", "int4 values: 2.6", "int4: 3.9"]
     first = next(i for i, line in enumerate(lines) if line.startswith("formats"))
     for line, start, cost in zip(lines[first : first + 4], times, told, strict=True):
@@ -219,7 +219,7 @@ def test_values_that_cannot_be_end_with_status_2(capsys, option, says):
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
-def test_it_is_said_how_the_two_tables_go_together(tmp_path):
+def test_the_report_relates_its_two_tables(tmp_path):
     """Above there are 256 sequences, below 458 of the same length."""
     for path, windows in (PYDOC, {}), (None, dict(sliding_window=4096)):
         found = make_plan(path or folder(tmp_path, **LLAMA, **windows), "24GiB")

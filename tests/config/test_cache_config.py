@@ -43,7 +43,7 @@ def test_sizes_that_cannot_work_are_rejected(field, value):
 @pytest.mark.parametrize(
     "dtype", [jnp.int32, jnp.float64, jnp.bool_, "complex64", "uint4"]
 )
-def test_other_dtypes_are_told_what_there_is(dtype):
+def test_invalid_dtypes_list_the_valid_ones(dtype):
     with pytest.raises(ValueError, match="bfloat16.*float8_e5m2, int4, fp8; got"):
         small_config(dtype=dtype)
     with pytest.raises(ValueError, match="one of .*; got"):
@@ -132,7 +132,7 @@ def test_bytes_per_token_by_hand():
         dict(dtype="bfloat16", values_in_keys=True),
     ],
 )
-def test_bytes_are_those_of_the_arrays(changes, metadata):
+def test_bytes_equal_the_arrays(changes, metadata):
     config = small_config(**changes, **({metadata: True} if metadata else {}))
     cache = jkv.init(config)
     assert cache.nbytes == config.bytes

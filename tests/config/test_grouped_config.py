@@ -55,7 +55,7 @@ def test_bytes_by_hand():
     ],
     ids=["windows", "equal", "no full layer", "one"],
 )
-def test_the_arrays_are_those_of_the_cache(config, prefix_caching):
+def test_config_arrays_equal_the_cache(config, prefix_caching):
     config = dataclasses.replace(config, prefix_caching=prefix_caching)
     cache = jkv.init(config)
     found = named_arrays(cache)
@@ -155,7 +155,7 @@ def test_an_index_is_counted_in_a_budget(tmp_path):
     assert read.prefix_caching and not read.groups[0].prefix_caching
 
 
-def test_said_in_human_units():
+def test_printed_in_human_units():
     lines = str(config_of_two(prefix_caching=True)).splitlines()
     assert lines[:5] == [
         "group 0: 2 layers, 1 kv heads of 2, float32, prefix caching, a window of 5 "

@@ -279,7 +279,7 @@ def test_a_sliding_window_is_noted(tmp_path, caplog):
         (dict(global_head_dim=512), "give num_kv_heads and head_dim"),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(tmp_path, changes, says):
+def test_missing_or_unknown_settings_are_refused_by_name(tmp_path, changes, says):
     path = folder(tmp_path, **LLAMA | changes)
     with pytest.raises(ValueError, match=says):
         jkv.CacheConfig.from_model(path, budget_bytes="1GB", max_sequences=2)

@@ -78,7 +78,7 @@ def of_transformers(model_type, **changes):
         dict(num_kv_shared_layers=2),
     ],
 )
-def test_gemma_4_takes_what_its_layers_take(tmp_path, changes, num_layers):
+def test_gemma_4_bytes_equal_its_layers(tmp_path, changes, num_layers):
     changes = dict(num_hidden_layers=num_layers) | changes
     settings, config = of_transformers("gemma4_text", **changes)
     kept = num_layers - config.num_kv_shared_layers

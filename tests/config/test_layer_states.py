@@ -315,9 +315,9 @@ def test_keys_and_values_alone(tmp_path):
     """With num_layers given, or by default, there are no states."""
     path = folder(tmp_path, **BFLOAT16 | MODELS["Bamba-9B"][0])
     given = read_sizes(path, {"num_layers": 3}, with_states=True)
-    unasked = read_sizes(path, {})
-    assert given.layers is unasked.layers is None
-    assert given.fields == unasked.fields
+    default_platforms = read_sizes(path, {})
+    assert given.layers is default_platforms.layers is None
+    assert given.fields == default_platforms.fields
     assert jkv.CacheConfig.from_model(path, num_blocks=4).num_layers == 3
 
 

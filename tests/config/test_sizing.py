@@ -69,7 +69,7 @@ def test_bytes_by_hand():
     assert config.storage_bytes == 32 * config.bytes_per_token
 
 
-def test_said_in_human_units():
+def test_sizes_printed_in_human_units():
     config = small_config(num_layers=3, value_head_dim=5, prefix_caching=True)
     lines = str(config).splitlines()
     assert lines[:3] == [

@@ -15,7 +15,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model_type", [t for t, f in FAMILIES.items() if f.sizes])
-def test_sizes_left_out_are_those_of_transformers(model_type):
+def test_default_sizes_equal_transformers(model_type):
     from transformers import CONFIG_MAPPING
 
     defaults = CONFIG_MAPPING[model_type]()
@@ -24,7 +24,7 @@ def test_sizes_left_out_are_those_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("model_type", [t for t, f in FAMILIES.items() if f.usual])
-def test_settings_left_out_are_those_of_transformers(model_type):
+def test_default_settings_equal_transformers(model_type):
     """Where a window is switched off, its length stands in the class's signature."""
     from transformers import CONFIG_MAPPING
 

@@ -22,13 +22,13 @@ MODELS = {
 
 
 def pages_row(name):
-    page = (ROOT / "docs" / "how-to" / "windows.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "sliding-window.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
     return [cell.strip().replace(",", "") for cell in row.split("|")]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_of_models_is_what_a_cache_takes(name):
+def test_the_model_table_equals_cache_bytes(name):
     layers, num_windowed, window, context, heads, dim = MODELS[name]
     windows = [window] * num_windowed + [None] * (layers - num_windowed)
 

@@ -54,7 +54,7 @@ def test_values_are_their_fields():
     )
 
 
-def test_each_text_brings_its_own_to_those_that_are_added():
+def test_added_prompts_have_their_own_stop_conditions():
     cache, empty = small_cache(), np.full((2, 3), -1, np.int32)
     stops = dict(stop_tokens=np.full((2, 1), -1), stop_sequences=np.full((2, 1, 2), -1))
     state = begin(empty, max_new_tokens=2, **stops)
@@ -85,7 +85,7 @@ def test_each_text_brings_its_own_to_those_that_are_added():
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_what_is_said_twice_or_not_known_is_refused(options, says):
+def test_duplicate_or_unknown_arguments_are_refused(options, says):
     with pytest.raises(jkv.UsageError, match=says):
         begin(TEXTS, **options)
     if "max_new_tokens" in options and "generation_config" not in options:
@@ -93,7 +93,7 @@ def test_what_is_said_twice_or_not_known_is_refused(options, says):
             begin(Prompts.of(TEXTS), max_new_tokens=2, salts=1)
 
 
-def test_loops_refuse_what_they_have_not():
+def test_loops_refuse_unsupported_arguments():
     extend = functools.partial(jkv.extend, model, None, opened(0, 0), [0, 1], TEXTS)
     with pytest.raises(jkv.UsageError, match="extend does not support max_running"):
         extend(generation_config=GenerationConfig(2, max_running=1))

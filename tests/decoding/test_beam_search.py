@@ -113,7 +113,7 @@ def assert_found(result, i, wanted):
 
 
 @pytest.mark.parametrize("penalty", few([1.0, 0.0, 3.0], 3.0))
-def test_texts_and_scores_are_those_of_plain_python(penalty):
+def test_beams_equal_plain_python(penalty):
     result = run(PROMPTS, penalty=penalty)
     for i, prompt in enumerate(PROMPTS):
         assert_found(result, i, expected(prompt, penalty))
@@ -136,7 +136,7 @@ def test_a_search_ends_by_its_texts_or_by_their_length():
 
 
 @pytest.mark.one_end
-def test_what_cannot_begin_has_a_reason_and_no_text():
+def test_invalid_prompts_get_a_reason_and_no_tokens():
     long = list(range(1, 19)) * 2
     result = run([[], PROMPTS[0], long[: CONTEXT + 1]])
     assert result.reasons[0] == FinishReason.EMPTY_PROMPT

@@ -125,7 +125,7 @@ def run_alone(prompts, limits, sampling, variants):
     return play_alone(prompts, limits, sampling, plain, biases)
 
 
-def test_chained_texts_are_those_of_each_alone():
+def test_chained_processors_equal_plain_python():
     """Queue, samples, preemptions, look-up, tags that are forced or banned."""
     rng = np.random.default_rng(10)
     links, seen, preemptions, accepted, tags = make_chain(), set(), 0, 0, 0
@@ -176,5 +176,5 @@ def test_chained_texts_are_those_of_each_alone():
         tags += sum(text.count(" ".join(map(str, CLOSING))) for text in written)
     assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
     assert preemptions > 2 and accepted > 10 and tags > 5 and num_last > 2
-    # A token that one link forces and another forbids is a guess that fails.
+    # A token that one link forces and another forbids is a rejected draft token.
     assert num_clashes > 2

@@ -48,7 +48,7 @@ def greedy_text(prompt, limit):
     return text
 
 
-@pytest.mark.further  # the engine has them: test_guesses.py
+@pytest.mark.further  # the engine has them: test_engine_speculation.py
 def test_greedy_texts_are_the_models_own_in_every_pool():
     rng = np.random.default_rng(4)
     totals = np.zeros(3, int)

@@ -86,7 +86,7 @@ def test_usual_steps_are_not_of_the_same_bits(known):
 
 
 @pytest.mark.one_end
-def test_what_was_found_and_what_was_computed_again(known):
+def test_hits_and_recomputation_are_bit_identical(known):
     warm, _ = run(make_prompts(), range(6))
     _, found = run(make_prompts(), range(6), warm)
     assert int(found.statistics.cached_tokens) > 20
@@ -137,7 +137,7 @@ def test_any_number_up_to_64(dtype):
 
 @pytest.mark.further  # the loops of one prompt each are above
 @pytest.mark.one_end
-def test_samples_are_those_of_prompts_of_their_own():
+def test_samples_equal_repeated_prompts():
     prompts = make_prompts()[:3]
     _, samples = run(prompts, range(6), num_samples=2)
     _, found = run(prompts.repeat(2, axis=0), range(6), max_running=3)
@@ -154,7 +154,7 @@ def score(params, texts, exact):
 score_both = jax.jit(jax.value_and_grad(score, has_aux=True), static_argnums=2)
 
 
-def test_scores_are_what_was_reported_also_when_differentiated(known):
+def test_exact_scores_equal_reported_logprobs_under_grad(known):
     (_, scores), _ = score_both(attention_params(), known.tokens, EXACT)
     np.testing.assert_array_equal(scores, known.logprobs)
 
@@ -318,7 +318,7 @@ def test_layers_with_a_state():
 
 
 @pytest.mark.one_end
-def test_scores_keep_nothing_of_what_may_be_taken_back():
+def test_scoring_stores_no_pending_tokens():
     """Neither its inputs nor the axes over which they are spread."""
     spread = dict(inputs=INPUTS, max_pending=2, heads_axes={"sum": 1, "x": 0})
     texts = make_prompts()[:2], jnp.array([[3, 1], [4, 1]])
@@ -330,7 +330,7 @@ def test_scores_keep_nothing_of_what_may_be_taken_back():
 
 
 @pytest.mark.one_end
-def test_what_gives_steps_another_shape_is_refused():
+def test_exact_refuses_options_that_change_step_shapes():
     call = dict(max_new_tokens=2, exact=EXACT)
     model = attention_model, attention_params()
     for options, message in (
@@ -345,6 +345,6 @@ def test_what_gives_steps_another_shape_is_refused():
             jkv.generate(*model, jkv.init(CONFIG), [[1, 2]], **(call | options))
     with pytest.raises(ValueError, match="must be at most 6"):
         jkv.extend(*model, jkv.init(CONFIG), [0] * 7, [[1]] * 7, **call)
-    guesses = make_state_config(max_pending=2, inputs=INPUTS)
+    draft_tokens = make_state_config(max_pending=2, inputs=INPUTS)
     with pytest.raises(ValueError, match="omit max_pending"):
-        jkv.generate(*model, jkv.init(guesses), [[1, 2]], **call)
+        jkv.generate(*model, jkv.init(draft_tokens), [[1, 2]], **call)

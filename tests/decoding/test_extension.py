@@ -187,7 +187,7 @@ def count_in_circles(_params, tokens, cache, batch, *, all_rows=False):
     return (logits if all_rows else logits[batch.last_rows]), cache
 
 
-def test_guesses_change_no_token_of_open_sequences():
+def test_speculation_preserves_tokens_of_open_sequences():
     """Turn by turn, until blocks run out; texts stay open with all tokens but one."""
     found = []
     for speculate in (None, jkv.PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)):

@@ -253,7 +253,7 @@ def test_a_sequence_does_not_depend_on_its_batch(options):
 
 
 @pytest.mark.one_end
-def test_a_text_whose_numbers_broke_ends_alone():
+def test_a_sequence_with_nan_logits_ends_alone():
     """A token overflows that only some texts choose; attention goes in loops."""
     model = functools.partial(attention_model, implementation="xla")
     sound, prompts = attention_params(), [[*PROMPTS[i % 4], i] for i in range(ROWS)]
@@ -434,7 +434,7 @@ def test_other_sequences_of_the_cache_stay_as_they_are():
 
 
 @pytest.mark.one_end
-def test_statistics_are_those_of_the_fullest_step():
+def test_statistics_have_the_peak_step():
     *_, statistics = run(counting_model, [[1] * 5, [2]], limits=[3, 3])
     # 5 and 1 tokens: blocks of four, 2 and 1, with 3 and 3 empty slots; the two steps
     # after it need no other block.

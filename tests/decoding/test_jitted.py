@@ -88,7 +88,7 @@ def test_decode_takes_over_cache_and_state() -> None:
     assert state.result.lengths.tolist() == [4, 4]
 
 
-def test_what_is_wrong_is_refused_as_by_the_loop() -> None:
+def test_jitted_loops_refuse_invalid_arguments_like_the_loops() -> None:
     def generate(**options):
         return jitted.generate(
             attention_model,
@@ -128,7 +128,7 @@ class TestNumbersOf64Bits:
             with pytest.raises(ValueError, match="must fit in 32 bits, got"):
                 call()
 
-    def test_as_what_stops(self, room, make) -> None:
+    def test_stop_conditions_out_of_range_are_refused(self, room, make) -> None:
         for options in (
             dict(stop_tokens=make([WRAPS + 7])),
             dict(stop_sequences=make([[3, WRAPS + 7]])),

@@ -136,3 +136,11 @@ def test_missing_inputs_are_refused_by_name(call, says):
 
 
 ROWS, ONE = (jnp.zeros((1, 9, 2, 4)), jnp.zeros((1, 9, 2, 4))), jnp.int32([9])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_keep_their_types_under_x64(found, name):
+    with jax.enable_x64(True):
+        kept = select(found, name)
+    assert kept.dtype == np.int32
+    np.testing.assert_array_equal(kept[..., :NUM_KEPT], found[f"kept_{name}"])

@@ -90,7 +90,7 @@ def run_alone(prompts, limits, sampling, automata, variants):
     return play_alone(prompts, limits, sampling, plain)
 
 
-def test_steered_texts_are_those_of_each_alone():
+def test_processed_sequences_equal_plain_python():
     """Queue, samples, preemptions, prefix hits, look-up, forced tokens, both ends."""
     rng = np.random.default_rng(3)
     seen, preemptions, accepted, ended = set(), 0, 0, 0
@@ -143,7 +143,7 @@ def has_ended(automaton, new):
 
 
 @pytest.mark.further
-def test_greedy_texts_with_a_draft_are_steered_alike():
+def test_greedy_speculation_preserves_processed_sequences():
     """The draft is processed, too: its tokens may come next."""
     rng = np.random.default_rng(5)
     accepted = drafted = 0
@@ -186,7 +186,7 @@ def test_greedy_texts_with_a_draft_are_steered_alike():
 
 
 @pytest.mark.further
-def test_sampled_texts_with_a_steered_draft_have_the_steered_distribution():
+def test_sampled_speculation_preserves_the_processed_distribution():
     vocabulary, count, length = 5, 4096, 3
     wanted, drafted = np.float32(
         1.5 * np.random.default_rng(8).standard_normal((2, vocabulary, vocabulary))
@@ -302,7 +302,7 @@ def test_windows_of_steps_and_prompts_that_are_added():
         decode(attention_model, attention_params(), cache, state)
 
 
-def test_a_text_that_is_extended_goes_on_where_its_steering_was():
+def test_extend_continues_from_the_processor_state():
     automata = make_automata(2, 3, VOCABULARY)
     prompts = [[3, 1, 4], [6], [5, 3, 5, 8]]
     variants = np.int32([0, -1, 2])
@@ -357,7 +357,7 @@ def test_a_text_that_is_extended_goes_on_where_its_steering_was():
         go_on(cache, opened.seq_ids, tokens, {"at": jnp.zeros(3, jnp.int32)})
 
 
-def test_steered_beams_are_those_of_plain_python():
+def test_processed_beams_equal_plain_python():
     rng = np.random.default_rng(2)
     seen = set()
     for game in range(6):
@@ -425,7 +425,7 @@ def search_alone(plain, prompt):
     )
 
 
-def test_no_token_is_told_from_no_number():
+def test_masked_rows_differ_from_nan_rows():
     logits = np.zeros((4, 5), np.float32)
     logits[0] = -np.inf
     logits[1] = [-np.inf, np.nan, -np.inf, -np.inf, -np.inf]
@@ -455,7 +455,7 @@ class AsksHost(jkv.LogitsProcessor):
         return state
 
 
-def test_the_loop_of_a_grammar_asks_the_host_nothing():
+def test_constrained_decoding_has_no_host_callbacks():
     def lower(logits_processor, **options):
         def run(params, cache, logits_processor):
             return jkv.generate(
@@ -482,7 +482,7 @@ def test_the_loop_of_a_grammar_asks_the_host_nothing():
     assert host_operations(lower(AsksHost()).as_text())
 
 
-def test_steered_logits_take_no_memory_of_their_own():
+def test_processed_logits_reuse_the_logits_buffer():
     """They are written where the model's are."""
     num_tokens, num_texts = 2**12, 8
     words = [b"%d" % i for i in range(num_tokens - 1)]
@@ -553,7 +553,7 @@ class Wrong(jkv.LogitsProcessor):
         ("ended", "ended must return bool.*, got int32"),
     ],
 )
-def test_a_wrong_steering_is_told_what_it_returns(how, message):
+def test_wrong_processor_results_are_reported(how, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             lambda cache: jkv.generate(
@@ -573,7 +573,7 @@ class NoLogitsProcessor:
     """It has none of the methods."""
 
 
-def test_what_is_no_steering_is_refused():
+def test_invalid_logits_processors_are_refused():
     cache = fresh_cache()
 
     def generate(**options):

@@ -156,11 +156,11 @@ def decode(call, cache, state, num_steps=2**31 - 1):
 def run(call, cache):
     """Generate with the model of hashes; everything is given back."""
     after, state = decode(call, copied(cache), begun(call, cache))
-    assert_given_back(cache, after)
+    assert_released(cache, after)
     return jax.device_get(state.result)
 
 
-def assert_given_back(before, after):
+def assert_released(before, after):
     """Every block and row is free again; others still hold theirs."""
     jkv.check(after)
     assert int(jkv.num_free_blocks(after)) == int(jkv.num_free_blocks(before))
@@ -268,7 +268,7 @@ def test_a_thousand_sequences_end_as_each_does_alone():
         **arguments(apart, max_running=8, row_counts=(11,)),
         salts=np.arange(PROMPTS * SAMPLES, dtype=np.int32) % 2,
     )
-    assert_given_back(cache, after)
+    assert_released(cache, after)
     assert_same(jax.device_get(found), result)
     assert found.statistics.preemptions > 10
     assert found.statistics.cached_tokens > 500
@@ -287,7 +287,7 @@ def test_the_loop_updates_the_pool_in_place():
     assert planned and moved == []
 
 
-def test_what_is_donated_is_gone_without_a_trace():
+def test_donated_loops_release_all_memory():
     call, cache, counts = draw_call(np.random.default_rng(4), 3), copied(pool()), []
     for _ in range(4):
         given = cache
@@ -297,11 +297,11 @@ def test_what_is_donated_is_gone_without_a_trace():
         del given, state
         counts.append(len(jax.live_arrays()))
     assert counts[0] == counts[-1]
-    assert_given_back(pool(), cache)
+    assert_released(pool(), cache)
 
 
 @pytest.mark.one_end
-def test_what_never_fits_ends_and_blocks_no_other():
+def test_oversized_sequences_end_without_blocking_others():
     rng = np.random.default_rng(7)
     call = draw_call(rng, 9, num_blocks=3)
     call.limits[:] = [NEW_TOKENS] * PROMPTS
@@ -356,7 +356,7 @@ def test_windows_cancel_and_add_as_a_host_does():
         else:
             assert result.reasons[i] == texts.reasons[i]
             assert tokens == texts.new[i]
-    assert_given_back(pool(12), cache)
+    assert_released(pool(12), cache)
 
 
 @pytest.mark.one_end

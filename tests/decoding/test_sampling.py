@@ -399,7 +399,7 @@ def test_values_out_of_range_are_refused_by_name(field, value):
         Sampling(**{field: value})
 
 
-def test_what_jax_puts_into_the_tree_is_not_checked():
+def test_unflattening_skips_validation():
     """Axes, shapes and None stand where numbers stood; leaves keep their names."""
     sampling = Sampling(temperature=np.ones(2, np.float32))
     axes = jax.tree.map(lambda _: 0, sampling)

@@ -62,8 +62,8 @@ def dense_scores(params, prompts=PROMPTS, continuations=CONTINUATIONS, xp=np):
         # Before the first token of an empty prompt there is nothing.
         known = continuation if prompt else continuation[1:]
         first = max(1, len(prompt)) - 1
-        places = first + np.arange(len(known), dtype=np.int32)
-        found.append(normalised[places, np.array(known, np.int32)])
+        table = first + np.arange(len(known), dtype=np.int32)
+        found.append(normalised[table, np.array(known, np.int32)])
     return found
 
 
@@ -139,7 +139,7 @@ def test_a_prompt_is_computed_once_for_all_texts():
 
 
 @pytest.mark.one_end
-def test_logits_are_computed_of_asked_rows_alone():
+def test_only_scored_rows_compute_logits():
     """Of the prompts' rows only the last ones become logits."""
     jaxpr = jax.make_jaxpr(lambda p: make_score()(p, PROMPTS, CONTINUATIONS))(
         attention_params()

@@ -27,7 +27,11 @@ from test_generation import (
 
 import jkv
 from jkv.decoding import PromptLookup
-from jkv.decoding.speculation.guesses import Guesses, find_guesses, row_sizes
+from jkv.decoding.speculation.draft_tokens import (
+    DraftTokens,
+    find_draft_tokens,
+    row_sizes,
+)
 from jkv.decoding.speculation.pace import Pace
 
 PROMPTS, SAMPLES, NEW_TOKENS, RUNNING, ROW_COUNTS = 4, 2, 20, 3, (32,)
@@ -37,7 +41,7 @@ generate = jax.jit(jkv.generate, static_argnames=STATIC)
 
 
 def run(prompts, cache, limits, sampling):
-    """Generate with guesses; the cache and the result."""
+    """Generate with speculation; return the cache and the result."""
     found_wrong.clear()
     after, result = generate(
         checked_model,
@@ -79,7 +83,7 @@ def run_alone(prompts, limits, sampling):
 
 
 @pytest.mark.one_end
-def test_texts_are_those_without_guesses_in_every_pool():
+def test_speculation_preserves_sequences_in_every_pool():
     """Refills, samples that fork, preemptions, prefix hits, limits, sampled texts."""
     rng = np.random.default_rng(1)
     accepted = preemptions = cached = drafted = 0
@@ -120,29 +124,29 @@ def test_the_longest_and_latest_run_is_looked_up():
     ]
     texts = np.array(rows, np.int32)
     lengths = (texts >= 0).sum(axis=1).astype(np.int32)
-    look = jax.jit(find_guesses, static_argnums=2)
-    guesses, counts, _ = look(texts, lengths, PromptLookup(num_tokens=4, cost=1.0))
-    found = [row[:n].tolist() for row, n in zip(guesses, counts, strict=True)]
+    look = jax.jit(find_draft_tokens, static_argnums=2)
+    draft_tokens, counts, _ = look(texts, lengths, PromptLookup(num_tokens=4, cost=1.0))
+    found = [row[:n].tolist() for row, n in zip(draft_tokens, counts, strict=True)]
     assert found == [[1, 8, 9, 2], [2, 5, 8, 9], [], [4, 4, 4, 4], []]
 
 
 EIGHT, COST = np.int32(8), 1.5
 
 
-def guess(counts, certain=0):
-    """So many guesses for each text; a pace does not look at the tokens."""
+def draft_token(counts, certain=0):
+    """Draft tokens of these counts; a pace ignores the token ids."""
     counts = jnp.asarray(counts, jnp.int32)
     certain = jnp.broadcast_to(certain, counts.shape)
-    return Guesses(jnp.zeros((len(counts), 7), jnp.int32), counts, certain)
+    return DraftTokens(jnp.zeros((len(counts), 7), jnp.int32), counts, certain)
 
 
 def play(right, num_steps, present=8):
     """Draft seven tokens for eight texts; return the drafted texts, bool[steps, 8].
 
     Args:
-      right: of each text's seven guesses, i32[8].
+      right: of each sequence's seven draft tokens, i32[8].
       num_steps: how often.
-      present: texts for which there are guesses.
+      present: sequences with draft tokens.
     """
     return np.asarray(play_long(np.int32(right), np.int32(present)))[:num_steps]
 
@@ -154,26 +158,28 @@ def play_long(right, present):
 
     def step(pace, _):
         pace = pace.follow(jnp.arange(8, dtype=jnp.int32))
-        guesses = jnp.where(pace.choose(guess(found), EIGHT, COST), found, 0)
-        accepted = jnp.minimum(right, guesses)
-        after = pace.after_guesses(guess(guesses), accepted, EIGHT, COST)
-        guessed = jnp.any(guesses > 0)
+        draft_tokens = jnp.where(pace.choose(draft_token(found), EIGHT, COST), found, 0)
+        accepted = jnp.minimum(right, draft_tokens)
+        after = pace.after_verification(
+            draft_token(draft_tokens), accepted, EIGHT, COST
+        )
+        guessed = jnp.any(draft_tokens > 0)
         pick = jax.tree.map(
             lambda a, b: jnp.where(guessed, a, b), after, pace.after_step()
         )
-        return pick, guesses > 0
+        return pick, draft_tokens > 0
 
     return jax.lax.scan(step, Pace.begin(8, 7, COST), length=2000)[1]
 
 
 @pytest.mark.one_end
-def test_guesses_that_fail_are_rarer_and_rarer():
-    """Of 2,000 steps with seven wrong guesses each, seven are tried."""
+def test_rejected_drafts_back_off_exponentially():
+    """Of 2,000 steps with seven wrong draft tokens, seven are verified."""
     tries = play([0] * 8, 2000).any(axis=1)
     assert tries.nonzero()[0].tolist() == [0, 17, 82, 339, 852, 1365, 1878]
-    # Where all are right, every step guesses.
+    # If all are right, every step drafts.
     assert play([7] * 8, 50).all()
-    # Guesses for two texts of eight are not worth a step of all.
+    # Draft tokens for two sequences of eight do not pay for a step.
     assert not play([7] * 8, 50, present=2).any()
 
 
@@ -191,17 +197,19 @@ def test_repeating_texts_are_drafted_for_others_hardly():
 def test_a_new_text_is_believed_to_be_like_the_others():
     good = Pace.begin(2, 7, COST).follow(jnp.int32([0, 1]))
     for accepted in ([7, 7], [7, 7]):
-        good = good.after_guesses(
-            guess([7, 7]), jnp.int32(accepted), jnp.int32(2), COST
+        good = good.after_verification(
+            draft_token([7, 7]), jnp.int32(accepted), jnp.int32(2), COST
         )
     assert good.follow(jnp.int32([0, 5])).rates.tolist() == good.rates.tolist()
-    mixed = good.after_guesses(guess([7, 7]), jnp.int32([7, 0]), jnp.int32(2), COST)
+    mixed = good.after_verification(
+        draft_token([7, 7]), jnp.int32([7, 0]), jnp.int32(2), COST
+    )
     rates = mixed.follow(jnp.int32([0, 6])).rates.tolist()
     assert mixed.rates[1] < rates[1] == mixed.typical < rates[0] == mixed.rates[0]
 
 
 @pytest.mark.one_end
-def test_a_step_with_few_guesses_has_few_rows():
+def test_steps_with_few_draft_tokens_have_few_rows():
     assert row_sizes(8, 7) == (22, 64)
     assert row_sizes(1, 7) == (8,) and row_sizes(2, 7) == (16,)
     assert row_sizes(3, 3) == (6, 12)  # of the games above
@@ -241,16 +249,16 @@ def test_a_model_without_logits_of_all_rows_is_refused():
 
 
 @pytest.mark.one_end
-def test_guesses_that_cannot_fail_are_always_made_and_tell_nothing_of_others():
+def test_forced_draft_tokens_are_always_drafted_and_not_counted():
     """Three tokens are forced, four looked up, which fail."""
     pace, forced = Pace.begin(8, 7, COST), jnp.full((8,), 3, jnp.int32)
     for _ in range(20):
-        guesses = guess([7] * 8, forced)
-        assert pace.choose(guesses, EIGHT, COST).all()
-        pace = pace.after_guesses(guesses, forced, EIGHT, COST)
+        draft_tokens = draft_token([7] * 8, forced)
+        assert pace.choose(draft_tokens, EIGHT, COST).all()
+        pace = pace.after_verification(draft_tokens, forced, EIGHT, COST)
     assert pace.typical < 0.01 and pace.rates.max() < 0.01
     # Where nothing is looked up nothing is learnt.
-    same = pace.after_guesses(guess([3] * 8, forced), forced, EIGHT, COST)
+    same = pace.after_verification(draft_token([3] * 8, forced), forced, EIGHT, COST)
     np.testing.assert_array_equal(same.typical, pace.typical)
     # Look-up alone is not tried any more.
-    assert not pace.choose(guess([7] * 8), EIGHT, COST).any()
+    assert not pace.choose(draft_token([7] * 8), EIGHT, COST).any()

@@ -29,7 +29,7 @@ FEW_BLOCKS = 14
 
 
 @pytest.mark.parametrize("kind", ["state", *further(["keys+state", "window+state"])])
-def test_samples_guesses_and_hits(kind):
+def test_samples_speculation_and_prefix_hits(kind):
     """All at once, cold and warm: the tokens equal the fold's."""
     sizes = {} if kind == "state" else {"num_blocks": FEW_BLOCKS}
     cache = jkv.init(make_config(kind, pending=4, **sizes))
@@ -105,7 +105,7 @@ def test_an_extended_text_has_snapshots():
     assert made == [[24], [16, 24]]
 
 
-def test_what_cannot_be_is_said_by_name():
+def test_unsupported_state_options_are_named():
     cache = jkv.init(make_config("keys+state"))
     with pytest.raises(UsageError, match="max_pending=4"):
         generate("keys+state", cache, PROMPTS, speculate=PromptLookup(num_tokens=4))

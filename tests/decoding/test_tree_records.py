@@ -109,7 +109,7 @@ def test_sequences_are_followed():
     assert (logprobs[said] < 0).all() and not logprobs[~said].any()
 
 
-def test_what_was_fed_is_not_noted_again():
+def test_fed_tokens_are_recorded_once():
     """The trunk is fed all that branches share but the last token."""
     played = Rollout(1)
     played.give(0, [3, 1, 4, 1, 5])
@@ -127,7 +127,7 @@ def test_what_was_fed_is_not_noted_again():
     assert played.record.tree.num_rows == 5 + 2 * NUM_NEW
 
 
-def test_what_the_cache_lacks_comes_first():
+def test_missing_tokens_must_come_first():
     played = Rollout(1)
     played.extend([0], [[3, 1, 4]])
     played.waiting[0] = [(played.waiting[0][0] + 1) % 19]

@@ -284,7 +284,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match=message):
             jkv.score(flat, None, tree, config=CONFIG)
 
-    def test_texts_longer_than_said(self):
+    def test_sequences_longer_than_max_length_are_refused(self):
         tree = jkv.TrajectoryTree.of([[1, 2], [3, 4]], [-1, 0])
         tree = jkv.TrajectoryTree(
             tokens=tree.tokens,
@@ -325,7 +325,7 @@ class TestMistakes:
 
 
 @pytest.mark.one_end
-def test_what_is_wrong_inside_jit_is_nan_and_nothing_else():
+def test_invalid_segments_are_nan_inside_jit_without_effect_on_others():
     """A segment that is its own ancestor, one that lies apart, one that is too long."""
     good, params = pad(TREE), attention_params()
     expected = np.asarray(score_and_differentiate(params, good, WEIGHTS)[0])

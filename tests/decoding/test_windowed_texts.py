@@ -61,7 +61,7 @@ def test_texts_outgrow_the_pool():
 
 @pytest.fixture(scope="module")
 def generate():
-    """Samples of all prompts, four at a time, with guesses; one program for all pools.
+    """Samples of all prompts, four at a time, with speculation; one program.
 
     The engine's test covers plain steps alone.
     """
@@ -92,7 +92,7 @@ def make_cache(held=(), prefix_caching=True):
     [([], None), ([48, 48, 24], 0), ([8] * 6, 1)],
     ids=["room", "full layers lack blocks", "windowed layers lack blocks"],
 )
-def test_groups_generate_what_one_cache_would(generate, held, scarce, prefix_caching):
+def test_grouped_caches_generate_like_one_cache(generate, held, scarce, prefix_caching):
     """Blocks are promised, and taken back from the youngest, in both groups."""
     cache = make_cache(held, prefix_caching)
     before = count_free(cache)
@@ -133,7 +133,7 @@ def search_by_hand(prompt):
 
 
 @pytest.mark.further
-def test_beams_in_groups_find_what_plain_python_finds():
+def test_grouped_beams_equal_plain_python():
     """Where blocks lack in either group, the last search waits and begins anew."""
     search = jax.jit(
         lambda cache: jkv.beam_search(

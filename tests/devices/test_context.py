@@ -189,8 +189,8 @@ def test_groups_and_debug_mode_on_a_mesh():
 
 @pytest.mark.one_end
 def test_the_example_of_the_page_runs():
-    """The code of docs/how-to/devices.md for one sequence over several devices."""
-    page = (ROOT / "docs" / "how-to" / "devices.md").read_text()
+    """The code of docs/how-to/sharding.md for one sequence over several devices."""
+    page = (ROOT / "docs" / "how-to" / "sharding.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if 'context="cp"' in block)
-    exec(compile(block, "devices.md", "exec"), {})
+    exec(compile(block, "sharding.md", "exec"), {})

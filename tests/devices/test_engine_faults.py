@@ -27,7 +27,7 @@ SAID = (
 @pytest.mark.further
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("who", [FOLLOWER, LEADER])
-def test_the_other_process_ends_and_says_why(who, number):
+def test_the_other_process_ends_with_the_reason(who, number):
     port = find_port()
     pair = [start(SCRIPT, process, port) for process in (LEADER, FOLLOWER)]
     watch = threading.Timer(SECONDS, lambda: [each.kill() for each in pair])

@@ -40,7 +40,7 @@ SIZES = find_sizes(
 @pytest.mark.further
 @pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
 @pytest.mark.parametrize("axes", ["heads", *further(["context", "heads,context"])])
-def test_an_engine_of_two_processes_gives_what_one_gives(axes):
+def test_an_engine_on_two_processes_equals_one(axes):
     """The program of each, with its assertions, is in `serving_processes.py`."""
     run_pair(SCRIPT, axes)
 
@@ -75,9 +75,9 @@ def test_orders_of_any_length_arrive(count):
     orders = Orders(broadcast)
     words = np.arange(count, dtype=np.int32) - 7
     orders.send(Order.WINDOW, words)
-    found, brought = orders.receive()
+    found, received = orders.receive()
     assert found == Order.WINDOW and not broadcast.sent
-    np.testing.assert_array_equal(brought, words)
+    np.testing.assert_array_equal(received, words)
 
 
 def make_change(rng, count):

@@ -89,15 +89,15 @@ def on_two_pools():
     cache, result = compiled(cache, weights)
     assert_as_on_one_device(result)
 
-    brought = collectives(compiled)
-    assert brought.pop(("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]")) == 1
+    counts = collectives(compiled)
+    assert counts.pop(("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]")) == 1
     # Maxima, then totals and values, that the parts of a sequence are joined from.
-    joined = [key for key in brought if f"f32[{NUM_ROWS},8" in key[1]]
-    assert sum(map(brought.pop, joined)) == 2
+    joined = [key for key in counts if f"f32[{NUM_ROWS},8" in key[1]]
+    assert sum(map(counts.pop, joined)) == 2
     # The free blocks of the ranks, and the results of all sequences.
-    assert brought.pop(("all-gather", "s32[2]")) == 1
-    assert {name for name, _ in brought} == {"all-reduce"} and len(brought) <= 3
-    assert all(f"[{NUM_SEQUENCES}" in kind or kind == "s32[]" for _, kind in brought)
+    assert counts.pop(("all-gather", "s32[2]")) == 1
+    assert {name for name, _ in counts} == {"all-reduce"} and len(counts) <= 3
+    assert all(f"[{NUM_SEQUENCES}" in kind or kind == "s32[]" for _, kind in counts)
 
     # Each rank has its own pool, and four devices their share of it.
     pool = cache.storage[0].key_pool
@@ -153,7 +153,7 @@ def by_looking_up(*_):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("guess", [by_draft, *further([by_looking_up])])
-def test_each_rank_guesses_tokens_of_its_own_texts(guess):
+def test_each_rank_drafts_for_its_own_sequences(guess):
     """Texts follow the table."""
     mesh = AUTO._replace(axes=(("dp", 2),)).mesh
     config = dataclasses.replace(CONFIG, max_context_length=64)
@@ -181,7 +181,7 @@ def test_each_prompt_goes_where_most_blocks_are_left():
 
 
 @pytest.mark.one_end
-def test_a_verb_on_several_pools_says_how_to_call_it():
+def test_verbs_on_several_pools_suggest_over_pools():
     cache = init()
     with pytest.raises(ValueError, match=r"jkv.over_pools\(append\)"):
         jkv.append(cache, [0])

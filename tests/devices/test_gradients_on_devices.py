@@ -63,7 +63,7 @@ def in_shard_map(implementation=None):
 
 
 @pytest.mark.parametrize("differentiate", dealt([through_jkv, in_shard_map]))
-def test_gradients_are_those_of_one_device(differentiate):
+def test_sharded_gradients_equal_one_device(differentiate):
     found, wanted = differentiate(), differentiate_alone()
     for here, there in zip(found, wanted, strict=True):
         assert_close(here, there)
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_one_device(differentiate):
 
 @pytest.mark.further
 @pytest.mark.parametrize("differentiate", [through_jkv, in_shard_map])
-def test_those_of_the_interpreted_kernels_too(differentiate):
+def test_sharded_kernel_gradients_equal_one_device(differentiate):
     found, wanted = differentiate("pallas"), differentiate_alone()
     for here, there in zip(found, wanted, strict=True):
         assert_close(here, there)

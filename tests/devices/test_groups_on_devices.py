@@ -102,7 +102,7 @@ def test_each_rank_finds_its_own_prompts_again():
         jkv.check(rank)
 
 
-def test_specs_are_those_of_the_cache():
+def test_partition_specs_match_the_cache():
     cache, _ = pools_and_rows()
     for specs in (
         jkv.partition_specs(cache),

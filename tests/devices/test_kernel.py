@@ -1,4 +1,4 @@
-"""The kernels where heads are spread: interpreted on a CPU, lowered for ROCm cards."""
+"""The kernels where heads are spread: interpreted on a CPU, lowered for ROCm GPUs."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
 
 
 @pytest.mark.parametrize("dtype", dealt(["bfloat16", "int8", "float32"]))
-def test_each_device_stores_what_it_has(dtype, monkeypatch):
+def test_each_device_stores_its_shard(dtype, monkeypatch):
     """Two kv heads of four, and half of the tokens of each block, by the kernel."""
     config = dataclasses.replace(
         AUTO.config, num_kv_heads=4, num_blocks=4, dtype=dtype, value_head_dim=None
@@ -97,8 +97,8 @@ MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
 
 
 @pytest.mark.parametrize("axis_type, context", dealt(MESHES, turn=2, share=4), ids=str)
-def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
-    """Without a word from the user: eight ROCm cards, each with one of eight heads.
+def test_each_gpu_launches_the_kernel_for_its_shard(axis_type, context):
+    """Without a word from the user: eight ROCm GPUs, each with one of eight heads.
 
     Or pairs of GPUs with two heads each; both have half of every block.
     """
@@ -127,10 +127,10 @@ def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
     assert find_kernels(lower("triton"))[-4:] == [decode, join, prefill, isolate]
     names = [kernel.name for kernel in (decode, join, prefill, isolate)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
-    # Rows are stored by a kernel where the card is known, as it is from JAX 0.11 on.
+    # Rows are stored by a kernel where the GPU is known, as it is from JAX 0.11 on.
     assert [store.name for store in stores] == ["jkv_store"] * IS_NEWEST
     for store in stores:
-        assert store.grid == (6, context, 1)  # rows, kv heads of a card
+        assert store.grid == (6, context, 1)  # rows, kv heads of a GPU
     # One kv head, and its four query heads, or two.
     assert join.grid[1] == 4 * context
     assert lowered.as_text().count("stablehlo.all_reduce") == (2 if context > 1 else 0)

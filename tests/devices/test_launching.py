@@ -67,7 +67,7 @@ def test_the_coordinator_is_bound_to_the_address_given(monkeypatch, process):
     assert bound == ("10.0.0.7:1234" if process == 0 else None)
 
 
-def test_what_finds_the_others_itself_is_told_nothing(monkeypatch):
+def test_auto_coordinator_passes_no_process_arguments(monkeypatch):
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **all: given.update(all))
     sizes = dict(devices=0, num_processes=2, heartbeat=5, process=None)

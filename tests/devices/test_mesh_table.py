@@ -22,7 +22,7 @@ NOW = {("score, its derivative", "pools"), *REFUSALS}
 
 def read_table():
     """The cells of the page, by row and column."""
-    page = (ROOT / "docs" / "how-to" / "devices.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "sharding.md").read_text()
     section = page.split("\n## What runs on which mesh\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     (_, *columns), *rows = (
@@ -46,7 +46,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("row, column", CELLS)
-def test_a_cell_is_as_the_page_says(row, column):
+def test_mesh_table_cells_hold(row, column):
     cell = read_table()[row, column]
     if (row, column) not in REFUSALS:
         assert cell.startswith(EQUAL)
@@ -58,7 +58,7 @@ def test_a_cell_is_as_the_page_says(row, column):
         Place(COLUMNS[column]).play(row)
 
 
-def test_every_cell_of_the_page_is_run_or_says_where():
+def test_every_mesh_table_cell_is_tested():
     cells = read_table()
     assert all(cells.values())
     by_row = {}

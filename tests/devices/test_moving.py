@@ -95,7 +95,7 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
 
 
 @pytest.mark.one_end
-def test_what_does_not_fit_a_mesh_is_refused():
+def test_configurations_that_do_not_divide_over_a_mesh_are_refused():
     mesh = AUTO.mesh
     with pytest.raises(ValueError, match="'tp' has 8 devices, .* 3 kv heads"):
         jkv.init(small(AUTO, num_kv_heads=3), mesh=mesh, heads="tp")

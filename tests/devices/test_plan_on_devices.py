@@ -60,7 +60,7 @@ def init_whole(config, sizes, num_kv_heads):
 
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["alike", "windows"])
 @pytest.mark.parametrize("name", MESHES)
-def test_each_device_holds_what_the_plan_says(tmp_path, layers, name):
+def test_device_bytes_equal_the_plan(tmp_path, layers, name):
     sizes = MESHES[name]
     given = dict(weights=WEIGHTS, reserve=0.0, max_sequences=4, prefix_caching=True)
     plan = make_plan(folder(tmp_path, **SMALL, **layers), MEMORY, **sizes, **given)
@@ -92,7 +92,7 @@ def test_blocks_that_devices_cannot_share_are_refused(tmp_path):
             make_plan(path, MEMORY, **{name: 0})
 
 
-def test_the_report_says_what_is_whole(tmp_path):
+def test_the_report_lists_replicated_arrays(tmp_path):
     path = folder(tmp_path, **SMALL)
     sizes = dict(tensor_parallel=2, context_parallel=4, data_parallel=3)
     said = make_plan(path, MEMORY, weights=WEIGHTS, **sizes).report().splitlines()

@@ -197,7 +197,7 @@ PROMPTS = np.int32([[[1, 2, 3], [4, 5, -1]], [[6, 7, 8], [9, -1, -1]]])
 
 
 @pytest.mark.parametrize("step", [play_beams, play_extend, play_windows, play_prefill])
-def test_what_takes_its_cache_later_is_called_in_a_step(step):
+def test_cache_last_functions_run_over_pools_in_a_step(step):
     whole = dict(params=place_params(), model=count_on)
     over = functools.partial(jkv.over_pools(step), **whole)
     cache = jax.eval_shape(functools.partial(init, prefix_caching=False))
@@ -207,7 +207,7 @@ def test_what_takes_its_cache_later_is_called_in_a_step(step):
 
 
 @pytest.mark.parametrize("name", sorted(CACHE_LATER - {"decode"}))
-def test_what_takes_its_cache_later_says_so(name):
+def test_cache_last_functions_suggest_a_step(name):
     with pytest.raises(
         ValueError, match=r"jkv.over_pools\(step\)\(cache, prompts, par"
     ):

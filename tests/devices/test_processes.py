@@ -91,7 +91,7 @@ def texts_of_one_device(folder):
 
 # The oldest kills one process after the other, the newest leaves them alone.
 @pytest.mark.parametrize("deaths", dealt([(WORKER, COORDINATOR), ()]))
-def test_processes_print_what_one_device_prints(deaths, tmp_path):
+def test_processes_print_the_output_of_one_device(deaths, tmp_path):
     """With a process killed in the middle, too: the other ends, none hangs.
 
     Both are started again and continue from the saved state.
@@ -113,7 +113,7 @@ def test_processes_print_what_one_device_prints(deaths, tmp_path):
 
 
 @pytest.mark.one_end
-def test_files_of_several_processes_are_those_of_one(tmp_path):
+def test_multi_process_files_equal_single_process_files(tmp_path):
     """Byte by byte, with heads or pools spread over processes; sequences swapped out.
 
     The program of each process is in `two_processes.py`, which has its own assertions.

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.one_end
 
 
 @pytest.mark.parametrize("kind", ["heads", "few heads"])
-def test_formulas_equal_what_is_compiled_for_eight(kind):
+def test_formulas_equal_the_program_compiled_for_eight_devices(kind):
     """All-reduces and their bytes; weights, cache and tokens of a device, to the byte.
 
     Eight kv heads are spread; of two, each is on four devices.
@@ -41,14 +41,14 @@ def test_formulas_equal_what_is_compiled_for_eight(kind):
     assert whole < weights < scale.count_weights(step.raw, 4, "float32")[0]
 
 
-def test_weights_are_those_of_the_models():
+def test_weights_equal_the_published_parameter_counts():
     """Parameters as the papers count them, in bfloat16."""
     for model, parameters in (("8B", 8_030_261_248), ("405B", 405_853_388_800)):
         raw = scale.MODELS[f"Llama 3.1 {model}"]
         assert scale.count_weights(raw, 1, "bfloat16")[0] == 2 * parameters
 
 
-def test_swapping_moves_the_bytes_that_the_page_says():
+def test_swapping_moves_the_documented_bytes():
     config = jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,
@@ -80,6 +80,6 @@ def test_the_page_has_the_tables_of_the_script():
     assert found == scale.make_tables()
 
 
-def test_four_cards_are_too_few_for_405b():
+def test_four_gpus_are_too_few_for_405b():
     with pytest.raises(ValueError, match="of weights leave nothing for a cache"):
         scale.plan(scale.Layout("Llama 3.1 405B", 1, 4))

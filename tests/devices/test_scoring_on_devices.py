@@ -68,7 +68,7 @@ def test_each_device_attends_with_its_own_heads(layout):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("layout", [AUTO, *further([TWO_AXES])])
-def test_derivatives_are_those_of_one_device(layout):
+def test_sharded_score_gradients_equal_one_device(layout):
     where = dict(mesh=layout.mesh, heads="tp")
     differentiate = jax.jit(jax.grad(functools.partial(find_loss, **where)))
     found, wanted = differentiate(place_weights(layout)), alone()[1]

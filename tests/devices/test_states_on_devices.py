@@ -18,7 +18,7 @@ PROMPTS = [[1, 2, 3, 4, 0, 1, 2, 2, 3], [2, 1], [1, 2, 3, 4, 0, 1, 2, 2, 4], [3]
 pytestmark = pytest.mark.one_end
 
 
-def test_states_are_spread_where_the_configuration_says():
+def test_states_are_sharded_by_the_configuration():
     cache = jkv.init(make_config(KIND), mesh=MESH, heads="tp")
     spread = PartitionSpec(None, None, "tp")
     assert cache.storage[0].rows["fold"].sharding.spec == spread

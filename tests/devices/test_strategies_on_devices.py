@@ -79,7 +79,7 @@ def texts_of(tokens):
 
 
 @pytest.mark.further  # drafts over pools: test_generating
-def test_guesses_are_checked_on_a_mesh():
+def test_draft_tokens_are_verified_on_a_mesh():
     cache, params = init()
 
     @jax.jit

@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
     with_further(fixtures.SEARCHES, *fixtures.SEARCHES[1:]),
     ids=lambda case: case.name,
 )
-def test_texts_and_scores_are_those_of_transformers(search):
+def test_beams_equal_transformers(search):
     wanted = json.loads(fixtures.FIXTURE.read_text())[search.name]
     if HAS_TRANSFORMERS:
         live = fixtures.expected(search)

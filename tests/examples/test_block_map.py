@@ -58,7 +58,7 @@ def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
     assert any(re.search(r"\d+ sequences grow by 8 tokens", s) for s in said)
 
 
-def test_block_map_tells_the_states_apart(pool_map, tmp_path):
+def test_block_map_distinguishes_states(pool_map, tmp_path):
     """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
     from PIL import Image
     from pool_map import drawing, game

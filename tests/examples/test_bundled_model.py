@@ -61,7 +61,7 @@ def test_files_are_small_and_readable():
 
 
 @pytest.mark.one_end
-def test_weights_are_those_of_the_config():
+def test_bundled_weights_match_the_config():
     config = json.loads((FOLDER / "config.json").read_text())
     assert config == pydoc_model.CONFIG
     assert config["max_position_embeddings"] >= 2048
@@ -228,7 +228,7 @@ def train_draft(monkeypatch):
 
 
 @pytest.mark.one_end
-def test_the_draft_says_what_the_model_says(loaded, windows, train_draft):
+def test_the_draft_agrees_with_the_model(loaded, windows, train_draft):
     """Of documents that neither was trained on, after 16 to 32 tokens of each."""
     folder = train_draft.DRAFT_FOLDER
     config = json.loads((folder / "config.json").read_text())

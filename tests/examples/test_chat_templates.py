@@ -114,7 +114,7 @@ def with_objects(messages):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_say_what_transformers_says(tmp_path, name):
+def test_templates_render_like_transformers(tmp_path, name):
     chat_templates = pytest.importorskip("transformers.utils.chat_template_utils")
     template = TEMPLATES[name]
     for messages in (CHAT, WITH_CALL, WITH_THOUGHTS):
@@ -261,7 +261,7 @@ OBJECT = {"__type": "AddedToken", "content": "<b>", "special": True}
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_special_tokens_are_those_of_transformers(config, special, tmp_path):
+def test_special_tokens_equal_transformers(config, special, tmp_path):
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 
@@ -295,7 +295,7 @@ def test_templates_have_files_by_name(has_default, tmp_path):
     assert pretrained.render_chat(tmp_path, chat, TOOLS) == "tools"
 
 
-def test_null_is_not_taken_for_a_word_that_was_said(tmp_path):
+def test_null_content_is_not_the_string_none(tmp_path):
     template = EACH + "{% if m.content is none %}-{% else %}{{ m.content }}{% endif %}"
     messages = [{"role": "user", "content": "None of it."}, WITH_CALL[2]]
     assert render(tmp_path, template + END, messages) == "None of it.-"
@@ -339,7 +339,7 @@ def test_roles_and_fields_that_templates_do_not_know(tmp_path):
         ("{{ strftime_now(1) }}", "must be str"),
     ],
 )
-def test_whatever_fails_in_a_template_is_told(tmp_path, template, words):
+def test_template_errors_are_reported(tmp_path, template, words):
     with pytest.raises(ValueError, match=words):
         render(tmp_path, template, CHAT)
 

@@ -118,6 +118,6 @@ def test_qwen3_5_is_a_text_part():
         (KIMI | dict(linear_attn_config=4), "linear_attn_config"),
     ],
 )
-def test_what_does_not_fit_is_named(settings, message):
+def test_inconsistent_delta_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         pretrained.parse_config(settings)

@@ -132,7 +132,7 @@ def test_quickstart_is_in_the_docs_with_its_output(run_here):
 
 @pytest.mark.further
 @pytest.mark.one_end
-def test_data_parallel_says_what_each_replica_did():
+def test_data_parallel_reports_each_replica():
     """On four simulated devices: both work, and no device has more than its share."""
     output = run_example("data_parallel.py", "--max-new-tokens", "8").stdout
     texts, replicas = output.split("\n\n4 devices, 2,049 KiB of cache a replica\n")
@@ -275,7 +275,7 @@ def test_beams_share_blocks(run_here):
 
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_guesses_save_steps_and_change_no_text(run_here, monkeypatch):
+def test_speculation_saves_steps_and_preserves_text(run_here, monkeypatch):
     """By drafts, in steps of one size; other ways are tested in loops.
 
     The text is that of the model card, which was computed without a cache.
@@ -289,7 +289,7 @@ def test_guesses_save_steps_and_change_no_text(run_here, monkeypatch):
     card = (EXAMPLES / "models" / "pydoc" / "README.md").read_text()
     sample = card.split(f"`{prompt}`, greedy:\n\n~~~text\n")[1].split("\n~~~")[0]
     assert text.removeprefix(prompt + "[") == sample.removeprefix(prompt)
-    found = re.search(r"(\d+) steps .* (\d+) of \d+ guesses", counts)
+    found = re.search(r"(\d+) steps .* (\d+) of \d+ draft tokens", counts)
     steps, right = map(int, found.groups())
     assert steps == 120 - right < 112
 
@@ -405,7 +405,7 @@ def test_files_that_are_none_are_answered_in_one_line(complaint, tmp_path):
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_every_script_says_what_it_is_for(monkeypatch, capsys):
+def test_every_script_has_help(monkeypatch, capsys):
     """With --help; without doing anything, or importing packages of trainers."""
     for path in sorted(EXAMPLES.glob("*.py")):
         if path.name in ("train_with_tunix.py", "multiprocess.py"):

@@ -169,7 +169,9 @@ def test_magnitudes_of_long_texts():
         ),
     ],
 )
-def test_layers_that_guess_are_left_out(name, settings, guesses, other, tmp_path):
+def test_multi_token_prediction_layers_are_skipped(
+    name, settings, guesses, other, tmp_path
+):
     folder = Path(shutil.copytree(FIXTURES / "checkpoints" / name, tmp_path / name))
     given = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(given | settings))
@@ -223,6 +225,6 @@ def test_layers_that_guess_are_left_out(name, settings, guesses, other, tmp_path
         ("GLM4_9B", dict(model_type="chatglm"), "architecture 'chatglm'"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(name, changes, message):
+def test_unsupported_expert_settings_are_refused_by_name(name, changes, message):
     with pytest.raises(ValueError, match=message):
         parse(name, **changes)

@@ -104,7 +104,7 @@ def paged_logits(module, step, start=NEVER):
     return [np.stack(row) for row in rows]
 
 
-def test_paged_logits_are_those_of_plain_attention(example, step, expected):
+def test_paged_logits_equal_plain_attention(example, step, expected):
     for got, want in zip(paged_logits(example[0], step), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 

@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pretrained
 import pytest
-from generating import command, ending, output, prompts
+from generating import command, exiting, output, prompts
 from generating.options import BUNDLED, SAMPLING, parse_arguments
 from support.paths import EXAMPLES, FIXTURES
 from tokenizers import Tokenizer, decoders, models
@@ -182,7 +182,7 @@ def test_a_window_as_long_as_the_texts_needs_no_groups():
         ({"do_sample": False}, ["--temperature", "0.3"], dict(temperature=0.3)),
     ],
 )
-def test_the_checkpoint_says_how_to_sample(
+def test_generation_config_sets_sampling_defaults(
     monkeypatch, tmp_path, settings, arguments, expected
 ):
     """The command line comes first, then generation_config.json, then our defaults."""
@@ -267,7 +267,7 @@ def test_interruptions_end_in_one_line(tmp_path, monkeypatch, error, status, say
     said = io.StringIO()
     with open(tmp_path / "out", "w") as out, contextlib.redirect_stderr(said):
         monkeypatch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit) as ended, ending.ending_in_one_line():
+        with pytest.raises(SystemExit) as ended, exiting.errors_in_one_line():
             raise error
     assert ended.value.code == status
     assert len(said.getvalue().split("\n")) == 3 and says in said.getvalue()

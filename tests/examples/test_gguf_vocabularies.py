@@ -53,7 +53,7 @@ def ends(*tokens, **said):
         ("default", False),
     ],
 )
-def test_what_cuts_a_text_says_whether_it_has_a_beginning(pre, begins):
+def test_the_pretokenizer_sets_the_bos_token(pre, begins):
     """Not the family; and a key says it where it is there."""
     for said, expected in (({}, begins), ({"add_bos_token": True}, True)) + (
         ({"add_bos_token": False}, False),
@@ -157,7 +157,7 @@ def test_phi_3_takes_the_white_space_behind_special_tokens():
         assert encode("<|endoftext|> a").ids == [12, 3, 0]
 
 
-def test_a_file_that_does_not_say_how_texts_are_cut_is_named(caplog):
+def test_a_file_without_a_pretokenizer_is_named(caplog):
     with caplog.at_level(logging.WARNING):
         found = make_tokenizer(make_file(pre=None))
     assert "model.gguf does not say how texts are cut" in caplog.text

@@ -26,7 +26,7 @@ NUM_NEW = 12
 
 @pytest.mark.further  # decoding/test_states.py has a small model
 @pytest.mark.slow
-def test_prompts_cold_and_warm_with_guesses():
+def test_cold_and_warm_prompts_with_speculation():
     """Two at a time in a queue: every text equals the one computed alone and whole."""
     folder = fixtures.checkpoint_folder(NAME)
     model, params = pretrained.load(folder)

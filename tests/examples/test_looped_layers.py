@@ -48,7 +48,7 @@ def no_copies(monkeypatch):
 
 @pytest.mark.usefixtures("no_copies")
 @pytest.mark.parametrize("name", with_further(NAMES, *NAMES[1:]))
-def test_a_loop_gives_what_layers_give_one_by_one(name):
+def test_looped_layers_equal_separate_layers(name):
     (model, params), (looped, joined) = load(name), load(name, loop_layers=True)
     expected = jax.jit(functools.partial(run, model))(params)
     found = jax.jit(functools.partial(run, looped))(joined)

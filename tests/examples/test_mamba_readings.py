@@ -95,6 +95,6 @@ def test_falcon_channels_left_out_and_null():
         (dict(hidden_act="gelu_pytorch_tanh"), "behind a convolution with 'gelu"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(changes, says):
+def test_unsupported_mamba_settings_are_refused_by_name(changes, says):
     with pytest.raises(ValueError, match=says):
         pretrained.parse_config(FALCON | changes)

@@ -105,7 +105,7 @@ def test_the_rule_of_one_token(layer):
 
 
 @pytest.mark.one_end
-def test_what_a_piece_depends_on(layer, read_piece):
+def test_each_input_of_a_chunk_matters(layer, read_piece):
     """Each part of the state and each input changes an output or the new state."""
     _, state, inputs = layer
     whole = read_piece(state, inputs, jnp.int32(C))

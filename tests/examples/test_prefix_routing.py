@@ -25,7 +25,7 @@ def test_texts_share_hashes_up_to_where_they_part():
     assert hash_beginnings("a" * 63) == () and len(hash_beginnings("a" * 129)) == 2
 
 
-def test_a_table_counts_what_a_replica_was_sent():
+def test_the_table_counts_prefixes_sent_to_a_replica():
     table = PrefixTable(max_pieces=4)
     table.note("one", hash_pieces("abc"))
     assert table.count("one", hash_pieces("abcd")) == 3
@@ -71,5 +71,5 @@ def test_prompts_and_chats_are_read_from_their_beginning():
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b"7"])
-def test_what_cannot_be_read_stands_for_nothing(body):
+def test_unreadable_bodies_have_no_prefix(body):
     assert read_beginning(body) == ""

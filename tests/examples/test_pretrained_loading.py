@@ -219,7 +219,7 @@ def test_stop_tokens_come_from_generation_config(folder):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes, message):
+def test_unsupported_settings_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         parse(**changes)
 
@@ -234,7 +234,7 @@ def test_damaged_json_names_its_file(folder):
 
 
 @pytest.mark.parametrize("path", sorted(CHECKPOINTS.glob("*/config.json")), ids=str)
-def test_jkv_finds_the_cache_that_the_model_asks_for(path):
+def test_from_model_equals_the_decoder_cache(path):
     config = pretrained.read_config(path.parent)
     if config.has_states:
         return assert_layers_alike(pretrained.Decoder(config), path, max_pending=3)
@@ -333,7 +333,7 @@ def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_weights_and_activations_have_the_asked_dtype(dtype):
+def test_weights_and_activations_have_the_given_dtype(dtype):
     model, params = pretrained.load(CHECKPOINTS / "qwen3", dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     expected = np.load(CHECKPOINTS / "qwen3" / "expected.npz")

@@ -112,7 +112,7 @@ def continue_in_two_calls(folder, prompt, whole):
 
 @pytest.mark.further
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
-def test_phimoe_where_its_class_is_told_the_length(prompts, tmp_path):
+def test_phimoe_equals_transformers_given_the_length(prompts, tmp_path):
     """transformers 5.24 takes PhiMoE's short factors for texts of any length.
 
     Its rotary class does not hand on the length that chooses the factors, as that of

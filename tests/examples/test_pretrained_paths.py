@@ -23,7 +23,7 @@ CASES = ("gemma4", "gemma4_moe", "cohere2", "mistral4", "olmo3", "ministral3")
 
 
 @pytest.mark.parametrize("name", with_further(CASES, *CASES[1:]))
-def test_greedy_tokens_are_those_of_transformers(name):
+def test_greedy_tokens_equal_transformers(name):
     model, params = pretrained.load(fixtures.FIXTURES / name)
     expected = np.load(fixtures.FIXTURES / name / "expected.npz")
     ends = expected["prompt_lengths"].cumsum()

@@ -203,7 +203,7 @@ def test_sizes_that_a_part_leaves_out():
         (dict(architectures=["Gemma3ForSequenceClassification"]), "does not predict"),
     ],
 )
-def test_what_continues_no_texts_is_refused(changes, message):
+def test_non_generative_checkpoints_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         pretrained.parse_config(dict(model_type="gemma3", text_config={}) | changes)
 

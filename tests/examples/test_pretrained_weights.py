@@ -316,7 +316,7 @@ def test_activations_have_the_dtype_of_the_parameters(name):
     assert kinds == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
 
-def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
+def test_further_prediction_layers_are_skipped(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "checkpoint")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.3.input_layernorm.weight"

@@ -352,7 +352,7 @@ def test_gemma_4_has_experts_beside_its_perceptron():
         (dict(enable_moe_block=True), "use_double_wide_mlp beside experts"),
     ],
 )
-def test_what_gemma_4_does_not_compute_is_refused(changes, message):
+def test_unsupported_gemma_4_settings_are_refused(changes, message):
     text = GEMMA_4_E2B["text_config"] | changes
     with pytest.raises(ValueError, match=message):
         pretrained.parse_config(dict(model_type="gemma4", text_config=text))
@@ -372,7 +372,7 @@ def test_what_gemma_4_does_not_compute_is_refused(changes, message):
         ),
     ],
 )
-def test_what_mistral_4_does_not_compute_is_refused(changes, message):
+def test_unsupported_mistral_4_settings_are_refused(changes, message):
     text = MISTRAL_SMALL_4["text_config"]
     with pytest.raises(ValueError, match=message):
         pretrained.parse_config(

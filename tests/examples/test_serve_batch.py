@@ -304,7 +304,7 @@ def test_lines_of_batches_have_answers_of_that_form(tmp_path, capsys):
 
 
 @pytest.mark.further
-def test_lines_are_steered_as_clients_are(tmp_path):
+def test_batch_lines_are_constrained_like_requests(tmp_path):
     """More languages than there is room for, rules, and a template that fails."""
     served = load_served(tmp_path / "pydoc")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}
@@ -384,7 +384,7 @@ def test_an_engine_that_fails_can_be_gone_on_with(tmp_path, capsys, echo, monkey
     assert said == "error: a step failed; run it again to go on from what is written\n"
 
 
-def test_what_cannot_be_read_is_said_in_one_line(tmp_path, capsys):
+def test_unreadable_batch_files_print_one_line(tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     results = tmp_path / "results.jsonl"
 

@@ -181,7 +181,7 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
     assert reply.usage.completion_tokens == 2
 
 
-def test_when_too_many_wait_the_next_is_told(post, address):
+def test_a_full_queue_returns_retry_after(post, address):
     """Requests that never fit are refused for good, others for now."""
     body = json.dumps({"prompt": ["The"] * 32, "n": 4, "max_tokens": 8}).encode()
     status, said = post(body)
@@ -217,7 +217,7 @@ def test_the_numbers_are_there_for_prometheus(served, address):
     assert f"jkv_generated_tokens_total {float(count)}" in text
 
 
-def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
+def test_the_script_passes_its_options_on(served, monkeypatch, capsys):
     told = {}
 
     def load(_, **changes):

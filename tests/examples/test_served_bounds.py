@@ -81,7 +81,7 @@ def read_to_end(connection):
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n", b"408"),
     ],
 )
-def test_what_does_not_come_is_not_waited_for(serving, sent, expected):
+def test_slow_requests_time_out(serving, sent, expected):
     _, _, address = serving()
     with connected(address, sent) as connection:
         start = time.monotonic()
@@ -177,7 +177,7 @@ def test_sigterm_ends_the_server_with_300_half_sent_requests(served, serving):
         assert not thread.is_alive() and time.monotonic() - start < 5
 
 
-def test_a_reply_that_takes_too_long_is_told_of_the_end(serving, monkeypatch):
+def test_shutdown_ends_slow_replies(serving, monkeypatch):
     async def wait_for_ever(*_):
         await asyncio.sleep(1000)
 
@@ -243,7 +243,7 @@ def test_without_the_key_nothing_but_health(serving):
         connection.close()
 
 
-def test_a_server_whose_engine_failed_says_so(served, serving, monkeypatch):
+def test_a_failed_engine_returns_errors(served, serving, monkeypatch):
     def fail(*_, **__):
         raise EngineError("the engine has failed")
 
@@ -258,7 +258,7 @@ def test_a_server_whose_engine_failed_says_so(served, serving, monkeypatch):
         client.get("/../health", cast_to=object)
 
 
-def test_a_server_whose_engine_failed_ends(served):
+def test_a_failed_engine_stops_the_server(served):
     """No request is refused for ever; a supervisor can start another server."""
     engine = SimpleNamespace(has_failed=False)
     server = running.Server(make_config(make_app(served)), engine)

@@ -85,7 +85,7 @@ HEAD = '{"name": "f", "arguments": '
         ("<t>" + HEAD + "{}} ", ("", [["f", "{}"]], False)),
     ],
 )
-def test_calls_are_told_alike_in_any_pieces(text, expected):
+def test_calls_are_parsed_alike_in_any_chunks(text, expected):
     """A bar stands for the end of a line."""
     text, rng = text.replace("|", "\n"), random.Random(0)
     content, calls, has_called = expected
@@ -150,7 +150,7 @@ def join_pieces(pieces):
     return content, calls, reason
 
 
-def test_streams_tell_what_whole_answers_tell(client, served):
+def test_streams_equal_whole_answers(client, served):
     (begin,) = served.tokenizer.encode("=").ids
     options = dict(tool_choice="auto", parallel_tool_calls=False, temperature=1.2)
     kinds = set()
@@ -211,7 +211,7 @@ def test_no_call_is_a_plain_text(client):
         assert found.finish_reason == plain.finish_reason
 
 
-def test_templates_know_tools_calls_and_what_came_of_them(served, tmp_path):
+def test_templates_receive_tools_calls_and_results(served, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for t in tools %}{{ t.function.name }} {% endfor %}"
         "{% for m in messages %}{{ m.content }}"
@@ -332,7 +332,7 @@ WRONG = {"type": "function", "function": WRONG}
         ({"functions": [{"name": "f"}]}, "functions", "the old name of tools"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
+def test_invalid_tools_are_refused_by_name(post, fields, param, words):
     body = {"messages": CHAT, **fields}
     status, said = post(json.dumps(body).encode(), PATH)
     assert status == 400 and said["error"]["param"] == param, said
@@ -353,7 +353,7 @@ def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
         ),
     ],
 )
-def test_a_mistake_in_a_tool_is_told(post, function, words):
+def test_an_invalid_function_is_reported(post, function, words):
     tool = {"type": "function", "function": {"name": "f", **function}}
     body = {"messages": CHAT, "tools": [tool]}
     status, said = post(json.dumps(body).encode(), PATH)
@@ -422,7 +422,7 @@ def test_the_largest_of_many_tools_have_free_arguments(served):
         )
 
 
-def test_allowed_tools_are_those_that_are_called(client):
+def test_only_allowed_tools_are_called(client):
     tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
     allowed = {"mode": "required", "tools": tools[1:2]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}

@@ -47,12 +47,12 @@ def test_the_table_has_every_field_of_the_real_client(params, names_served):
 
 
 def test_the_page_has_every_field_that_is_served():
-    page = (ROOT / "docs" / "how-to" / "http.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "openai-server.md").read_text()
     for name in fields.SERVED_OF_TEXTS | fields.SERVED_OF_CHATS:
         assert f"`{name}`" in page, name
 
 
-def test_what_is_not_served_is_refused_by_name(post, served):
+def test_unsupported_fields_are_refused_by_name(post, served):
     given = {
         "tools": [{"type": "function"}],
         "top_logprobs": 2,
@@ -156,7 +156,7 @@ def test_a_mistake_names_its_field(post, body, param, words):
     assert words in said["error"]["message"]
 
 
-def test_logprobs_are_those_of_the_engine(client, continued):
+def test_logprobs_equal_the_engine(client, continued):
     expected = continued("The with", max_new_tokens=8)
     whole = client.completions.create(
         prompt="The with", logprobs=0, max_tokens=8, **GREEDY
@@ -228,7 +228,7 @@ def test_stop_tokens_of_a_request(client, continued):
     assert found.usage.completion_tokens == first
 
 
-def test_what_nobody_says_is_as_the_checkpoint_says(served):
+def test_omitted_options_default_to_the_checkpoint(served):
     said = dict(temperature=0.6, top_k=20, top_p=1.0)
     served = served._replace(sampling=said)
     found = read_sampling(served, {"top_k": None, "top_p": 0.5})
@@ -306,7 +306,7 @@ def test_logits_without_numbers_are_an_error_of_their_own(client):
     assert found.choices[0].finish_reason == "length"
 
 
-def test_what_the_server_tells_of_itself(client, post, served):
+def test_health_models_and_metrics_endpoints(client, post, served):
     assert post(None, "/health", "GET") == (200, {"status": "ok"})
     (model,) = client.models.list().data
     assert model.created > 1_700_000_000
@@ -384,7 +384,7 @@ def test_an_empty_prompt_begins_a_text(client, served, continued):
     assert [each.text for each in two.choices] == expected
 
 
-def test_what_asks_for_nothing_here_is_taken(client):
+def test_fields_without_effect_are_accepted(client):
     stops = [f"never {i}" for i in range(20)]
     found = client.chat.completions.create(
         messages=CHAT,
@@ -421,7 +421,7 @@ NEUTRAL_OF_ALL = [
 
 
 @pytest.mark.parametrize("fields", NEUTRAL_OF_ALL, ids=str)
-def test_values_that_ask_for_nothing_are_taken(post, fields):
+def test_neutral_values_are_accepted(post, fields):
     for body, path in (
         ({"prompt": "a"}, "/v1/completions"),
         ({"messages": CHAT}, "/v1/chat/completions"),
@@ -499,7 +499,7 @@ def test_echoed_special_tokens_keep_their_spelling(client, served):
         assert "".join(told.tokens) == choice.text
 
 
-def test_streams_count_as_they_are_asked_to(client):
+def test_stream_usage_follows_stream_options(client):
     def ask(n=1, **options):
         pieces = client.completions.create(
             prompt="The with",

@@ -55,13 +55,13 @@ def test_a_stream_goes_through_proxies(ask):
     assert headers["cache-control"] == "no-cache"
 
 
-def test_a_stream_in_which_nothing_comes_says_so(ask, monkeypatch, served):
+def test_silent_streams_send_comments(ask, monkeypatch, served):
     monkeypatch.setattr(answers, "SILENT_SECONDS", 0.05)
-    submit, turns = served.engine.submit, served.engine._turns
+    submit, runner = served.engine.submit, served.engine._runner
 
     def submit_late(asked):
         """Nothing is computed for a while."""
-        wait = functools.partial(turns.with_turn, lambda: time.sleep(0.5))
+        wait = functools.partial(runner.exclusively, lambda: time.sleep(0.5))
         threading.Thread(target=wait).start()
         time.sleep(0.05)
         return submit(asked)
@@ -76,7 +76,7 @@ def test_a_stream_in_which_nothing_comes_says_so(ask, monkeypatch, served):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/v1/models//"])
-def test_nothing_leads_to_where_a_client_says(ask, path):
+def test_no_redirect_to_a_client_host(ask, path):
     status, headers, _ = ask(path=path, Host="evil.example")
     assert status in (404, 405) and "location" not in headers
 
@@ -94,7 +94,7 @@ def test_a_body_of_two_lengths_is_refused(address):
     assert received.count(b"HTTP/1.1") == 1
 
 
-def test_pages_of_named_origins_may_ask(served, ask):
+def test_allowed_origins_pass_cors(served, ask):
     preflight = {
         "Origin": "https://a.org",
         "Access_Control_Request_Method": "POST",

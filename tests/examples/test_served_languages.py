@@ -146,7 +146,7 @@ def compiling_stands_still(client, served):
 
 
 @pytest.mark.usefixtures("compiling_stands_still")
-def test_nobody_waits_for_a_grammar_of_another(client, monkeypatch):
+def test_grammar_compilation_does_not_block_others(client, monkeypatch):
     """While one is compiled until its time is over, all else is served."""
     monkeypatch.setattr(compiling, "MOST_SECONDS", 2.0)
     with ThreadPoolExecutor(2) as threads:
@@ -174,7 +174,7 @@ def test_another_process_compiles_instead_of_one_that_was_ended(client, served):
 
 
 @pytest.mark.usefixtures("compiling_stands_still")
-def test_what_is_waited_for_counts_to_the_timeout(client):
+def test_compilation_counts_toward_the_timeout(client):
     fields = {"guided_regex": "slower+", "timeout": 0.3}
     before = time.monotonic()
     with pytest.raises(openai.APIStatusError, match="timeout") as caught:
@@ -219,6 +219,6 @@ def test_what_is_waited_for_counts_to_the_timeout(client):
         ({"guided_regex": "[a-z]{1,50000}"}, "guided_regex: "),
     ],
 )
-def test_what_is_no_language_is_refused_by_name(client, fields, words):
+def test_invalid_grammars_are_refused_by_name(client, fields, words):
     with pytest.raises(openai.BadRequestError, match=re.escape(words)):
         ask(client, extra_body=fields)

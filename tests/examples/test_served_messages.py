@@ -73,7 +73,7 @@ def test_a_text_is_that_of_a_chat(say, continued):
     assert say(f"{PATH}/count_tokens") == (200, {"input_tokens": count})
 
 
-def test_a_stream_tells_what_a_whole_message_tells(say, stream):
+def test_message_streams_equal_whole_messages(say, stream):
     _, whole = say(max_tokens=40)
     events = stream(max_tokens=40)
     kinds = [event["type"] for event in events]
@@ -204,7 +204,7 @@ def test_blocks_become_messages(served):
     assert read_chat(served, read_message_body(body))
 
 
-def test_fields_become_those_of_a_chat():
+def test_message_fields_map_to_chat_fields():
     schema = {"type": "object", "properties": {}}
     body = {
         **BODY,
@@ -259,7 +259,7 @@ def test_tools_of_others_are_left_out_with_a_warning(say):
         ({"metadata": {"user_id": 3}}, "with a user_id"),
     ],
 )
-def test_a_mistake_is_told_in_the_words_of_the_api(say, fields, words):
+def test_errors_use_the_names_of_the_messages_api(say, fields, words):
     status, said = say(**fields)
     assert status == 400 and said["type"] == "error", said
     assert said["error"]["type"] == "invalid_request_error"
@@ -271,7 +271,7 @@ def test_another_model_is_not_found(say):
     assert status == 404 and said["error"]["type"] == "not_found_error"
 
 
-def test_a_stream_that_fails_ends_with_what_failed(stream, served, monkeypatch):
+def test_a_failed_message_stream_ends_with_the_error(stream, served, monkeypatch):
     submit = served.engine.submit
 
     def submit_and_cancel(ask):

@@ -35,7 +35,7 @@ class Answer(pydantic.BaseModel):
     a: typing.Literal["x", "y"]
 
 
-def test_texts_are_those_of_a_chat(client, continued):
+def test_responses_equal_chat_completions(client, continued):
     expected = continued("The with", max_new_tokens=8)
     asked = [
         {"input": "The with"},
@@ -62,7 +62,7 @@ def test_texts_are_those_of_a_chat(client, continued):
     assert found.output[0].role == "assistant" and found.id.startswith("resp_")
 
 
-def test_streams_tell_what_whole_responses_tell(client):
+def test_response_streams_equal_whole_responses(client):
     asked = dict(input="The with", max_output_tokens=80, **GREEDY)
     whole = client.responses.create(**asked)
     kinds, text = [], ""
@@ -220,13 +220,13 @@ def test_every_field_of_the_real_client_is_served_or_refused():
         ({"input": "a", "instructions": 1}, "instructions", "must be a text"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(post, body, param, words):
+def test_unsupported_response_fields_are_refused_by_name(post, body, param, words):
     status, said = post(json.dumps(body).encode(), "/v1/responses")
     assert status == 400 and said["error"]["param"] == param, said
     assert words in said["error"]["message"]
 
 
-def test_what_asks_for_nothing_is_taken(client, continued):
+def test_neutral_response_fields_are_accepted(client, continued):
     found = client.responses.create(
         input="The with",
         max_output_tokens=4,
@@ -243,7 +243,7 @@ def test_what_asks_for_nothing_is_taken(client, continued):
     assert found.metadata == {"a": "b"}
 
 
-def test_the_values_reported_are_those_used(post):
+def test_reported_values_are_the_used_ones(post):
     body = {"input": "The", "top_p": None, "max_output_tokens": 4}
     body |= {"tools": [{"type": "web_search"}, CLOCK], "truncation": "auto"}
     status, said = post(json.dumps(body).encode(), "/v1/responses")
@@ -394,7 +394,7 @@ def test_items_of_other_tools_are_read_or_skipped():
     assert json.loads(call["function"]["arguments"]) == {"input": "c"}
 
 
-def test_a_stream_that_fails_ends_with_what_failed(client, served, monkeypatch):
+def test_a_failed_response_stream_ends_with_the_error(client, served, monkeypatch):
     """As when the server goes down: the text is cancelled."""
     submit = served.engine.submit
 

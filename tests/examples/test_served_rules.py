@@ -109,7 +109,7 @@ def test_tokens_that_came_are_less_likely(ask, continued):
     assert found != plain.text
 
 
-def test_penalties_are_those_that_openai_writes_down():
+def test_penalties_follow_the_openai_formula():
     penalties = CountPenalties(np.float32([0.5, 0.0]), np.float32([0.25, 1.0]), 4)
     state = penalties.begin(np.int32([0, 1]), np.zeros((2, 1), np.int32))
     for tokens in ([1, 1], [1, 2], [3, -1]):
@@ -138,7 +138,7 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served, monkeypatch):
         each.release()
 
 
-def test_who_waits_for_a_row_is_told_of_the_end():
+def test_shutdown_releases_requests_waiting_for_a_row():
     """Else the process would wait for them when it ends."""
     processor = Processors(None, RuleTable(1, 4, 16))
     engine = types.SimpleNamespace(replace_logits_processor=lambda _: None)
@@ -188,7 +188,7 @@ def test_who_waits_for_a_row_is_told_of_the_end():
         ({"allowed_token_ids": [-1]}, "-1 is no token id"),
     ],
 )
-def test_what_is_no_rule_is_refused_by_name(post, fields, words):
+def test_invalid_rules_are_refused_by_name(post, fields, words):
     body = {"prompt": PROMPT, "max_tokens": 16, **fields}
     status, said = post(json.dumps(body).encode())
     error = said["error"]

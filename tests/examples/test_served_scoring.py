@@ -110,7 +110,7 @@ def test_no_token_and_many_tokens(client, served):
     assert all(len(top) == 2 for top in bare.choices[0].logprobs.top_logprobs)
 
 
-def test_chats_tell_the_tokens_beside_each_one(client, served, judged):
+def test_chats_return_top_logprobs(client, served, judged):
     ids = served.tokenizer.encode("The with").ids
     asked = dict(messages=CHAT, logprobs=True, top_logprobs=3, max_tokens=5, **GREEDY)
     whole = client.chat.completions.create(n=2, **asked)
@@ -149,7 +149,7 @@ def test_many_prompts_and_wrong_ones(client, post):
         assert status == 400 and "model knows 3072" in said["error"]["message"]
 
 
-def test_a_server_without_a_scorer_says_so(served):
+def test_prompt_logprobs_need_a_scorer(served):
     from served.asking.showing import read_request
     from served.mistakes import Refused
 
@@ -162,7 +162,7 @@ def test_a_server_without_a_scorer_says_so(served):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_texts_share_what_they_begin_with(seed):
+def test_sequences_share_common_prefixes(seed):
     """Every text is its path of segments, and no two segments begin alike."""
     chance = np.random.default_rng(seed)
     texts = [

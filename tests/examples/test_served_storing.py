@@ -23,7 +23,7 @@ def load(folder, *more):
     return loading.load(parse(folder, *more))
 
 
-def test_the_next_start_finds_what_was_computed(tmp_path, capsys):
+def test_a_restart_restores_stored_blocks(tmp_path, capsys):
     prompts = np.random.default_rng(0).integers(9, 3000, (6, 60)).tolist()
     served, texts = load(tmp_path), []
     assert served.store.version == storing.find_version(loading.BUNDLED)
@@ -84,7 +84,7 @@ def test_a_version_changes_with_weights_and_configuration_alone(tmp_path):
     assert len(found) == 7
 
 
-def test_weights_that_are_read_anew_share_no_block_with_those_before(tmp_path):
+def test_reloaded_weights_share_no_blocks_with_older_ones(tmp_path):
     """Nor do two servers of one folder, if one has read its weights anew."""
     model = copy_model(tmp_path / "model")
     words = tmp_path / "kept", "--model", str(model)

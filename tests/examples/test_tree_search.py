@@ -101,7 +101,7 @@ CHOSEN = (0, 5, 10, 16, 23, 31)
     "line",
     with_further(range(LINES), *sorted(set(range(LINES)) - {*CHOSEN})),
 )
-def test_visits_are_those_of_texts_computed_anew(solved, line):
+def test_visits_equal_a_search_without_a_cache(solved, line):
     _, tree, found = jax.device_get(solved)
     visits, best, first = search_plainly(line)
     assert visits[()] == SETTINGS.num_simulations
@@ -183,7 +183,7 @@ def test_the_script_shows_lines_and_blocks(run_here):
 
 
 @pytest.mark.further
-def test_the_bundled_models_visits_are_those_of_cloned_caches():
+def test_bundled_model_visits_equal_cloned_caches():
     """With a model of its own, in plain JAX, on dense keys that each branch copies."""
     tokenizer = pretrained.load_tokenizer(tree_search.BUNDLED)
     prompt = np.array(tokenizer.encode(tree_search.PROMPT).ids, np.int32)

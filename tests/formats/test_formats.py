@@ -18,10 +18,10 @@ from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.attention.backend import DEFAULT, Card
+from jkv.attention.backend import DEFAULT, DeviceType
 from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.reference import Reference
-from jkv.attention.xla.face import SideBySide, Xla
+from jkv.attention.xla.interface import SideBySide, Xla
 from jkv.formats.format import Element, Format, Formats, name_parts
 from jkv.formats.table import FORMATS
 
@@ -109,10 +109,10 @@ KINDS = {
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("kind", few(KINDS, "packed values", "latent"))
-def test_attention_reads_what_is_stored(kind):
+def test_attention_reads_the_stored_encoding(kind):
     """Keys and values in formats of their own, beside floats of the same numbers."""
     of_keys, of_values = KINDS[kind]
-    card = Card(DEFAULT, None)
+    device = DeviceType(DEFAULT, None)
 
     @jax.jit
     def attend_by_all(keys, values):
@@ -123,11 +123,11 @@ def test_attention_reads_what_is_stored(kind):
             call = make_call(of_keys, of_values, keys, values)
             rest = of_values.read(of_values.put(values))
         exact = dataclasses.replace(call, by_position=True)
-        wanted = Reference().attend(make_call(FLOATS, FLOATS, kept, rest), card)
-        given = Reference().attend(make_call(FLOATS, FLOATS, keys, values), card)
+        wanted = Reference().attend(make_call(FLOATS, FLOATS, kept, rest), device)
+        given = Reference().attend(make_call(FLOATS, FLOATS, keys, values), device)
         backends = Reference(), Xla(), SideBySide()
-        found = [backend.attend(call, card) for backend in backends]
-        return wanted, given, [*found, Xla().attend(exact, card)]
+        found = [backend.attend(call, device) for backend in backends]
+        return wanted, given, [*found, Xla().attend(exact, device)]
 
     wanted, given, found = attend_by_all(draw_rows(32, 0), draw_rows(16, 1))
     assert not is_close(given[0], wanted[0])

@@ -37,19 +37,19 @@ def error_of(found, rows):
 @pytest.mark.parametrize("width", few(WIDTHS, 6, 64))
 def test_turning_keeps_products_and_is_undone(width):
     rows, others = draw(2, 5, width)
-    turned, again = (np.asarray(jax.jit(INT4.turn)(each)) for each in (rows, others))
-    np.testing.assert_allclose((turned * again).sum(-1), (rows * others).sum(-1), 1e-4)
-    np.testing.assert_allclose(jax.jit(INT4.turn_back)(turned), rows, atol=1e-5)
-    assert np.abs(turned - rows).max() > 0.5
+    rotated, again = (np.asarray(jax.jit(INT4.rotate)(each)) for each in (rows, others))
+    np.testing.assert_allclose((rotated * again).sum(-1), (rows * others).sum(-1), 1e-4)
+    np.testing.assert_allclose(jax.jit(INT4.rotate_back)(rotated), rows, atol=1e-5)
+    assert np.abs(rotated - rows).max() > 0.5
     # The common part of all elements is spread over a block, as one element is.
     for one in (np.ones(width), np.eye(width)[0]):
-        alike = np.asarray(jax.jit(INT4.turn)(np.float32(one)[None]))
+        alike = np.asarray(jax.jit(INT4.rotate)(np.float32(one)[None]))
         block = width & -width
         assert np.square(alike).max() <= 2 * np.square(one).sum() / min(block, width)
 
 
 @pytest.mark.one_end
-def test_what_is_stored_by_hand():
+def test_stored_bytes_by_hand():
     """Files depend on it: steps, the order in a byte, signs and transform."""
     # Of a row (8, 0, 0, 0): each of four elements 4, the largest, 15.
     stored = store(np.float32([[8, 0, 0, 0]]))
@@ -66,13 +66,13 @@ def test_what_is_stored_by_hand():
 @pytest.mark.parametrize("width", [64, 32])
 def test_parts_of_a_row_are_bits_of_units(width):
     """Four in the two bytes of a unit where 64 divides the width, else two in one."""
-    turned = jnp.asarray(draw(1, width))
-    stored = jax.jit(INT4.put)(turned)
+    rotated = jnp.asarray(draw(1, width))
+    stored = jax.jit(INT4.put)(rotated)
     unit, parts = (np.uint16, 4) if width == 64 else (np.uint8, 2)
     units = np.asarray(stored["pool"]).view(unit)
     steps = [(units >> 4 * part) & 15 for part in range(parts)]
     scale = np.asarray(stored["scales"]).view(jnp.bfloat16).astype(np.float32)
-    wanted = np.clip(np.floor(turned / scale[:, None]) + 8, 0, 15)
+    wanted = np.clip(np.floor(rotated / scale[:, None]) + 8, 0, 15)
     np.testing.assert_array_equal(np.concatenate(steps, axis=1), wanted)
     numbers, factor = jax.jit(INT4.get)(stored)
     np.testing.assert_array_equal(numbers, wanted - 7.5)
@@ -80,7 +80,7 @@ def test_parts_of_a_row_are_bits_of_units(width):
 
 
 @pytest.mark.one_end
-def test_errors_are_nearly_those_of_16_levels_of_a_normal():
+def test_int4_errors_are_near_a_16_level_normal_quantizer():
     """Also of rows with large channels, which plain steps of four bits spoil.
 
     16 levels of a normal up to the largest number have 0.0081.
@@ -127,7 +127,7 @@ def test_large_finite_rows_read_as_small_ones_do(width):
     large = np.asarray(restore(store(rows * factor)))
     np.testing.assert_array_equal(large / factor, found)
     # A row of the transform itself: all of it in one element, which saturates.
-    one = np.where(np.asarray(INT4.turn_back(jnp.eye(1, width))) < 0, -3e38, 3e38)
+    one = np.where(np.asarray(INT4.rotate_back(jnp.eye(1, width))) < 0, -3e38, 3e38)
     stored = store(np.float32(one))
     assert np.isfinite(np.asarray(stored["scales"].view(jnp.bfloat16), np.float32))
     assert np.isfinite(np.asarray(restore(stored))).all()
@@ -135,7 +135,7 @@ def test_large_finite_rows_read_as_small_ones_do(width):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("dtype", ["int4", "int8", "float8_e4m3fn"])
-def test_a_large_row_leaves_those_after_it_alone(dtype):
+def test_a_large_row_does_not_affect_later_rows(dtype):
     """Values of one token are 1e38: they, and the other tokens' outputs, are finite."""
     config = small_config(**SIZES, dtype=dtype)
     queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 32, seed=1)
@@ -182,7 +182,7 @@ def play(config, queries, keys, values):
 @pytest.mark.parametrize(
     "kind", few(with_further(KINDS, "int4", "int4 and float32"), "int8 and int4")
 )
-def test_attention_is_that_of_what_is_read(kind):
+def test_attention_equals_float32_over_decoded_rows(kind):
     """And its derivative, as a cache in float32 has it of the numbers that are read."""
     config = small_config(**SIZES, **KINDS[kind])
     queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 32, seed=1)
@@ -216,7 +216,7 @@ def test_a_cache_warns_of_keys_in_int4():
 
 
 @pytest.mark.one_end
-def test_what_formats_are_said_to_cost_is_what_was_measured():
+def test_documented_format_costs_equal_measurements():
     path = ROOT / "benchmarks" / "results" / "accuracy.json"
     rows = json.loads(path.read_text())["runs"][-1]["models"]
     for (key, value), costs in COSTS.items():
@@ -226,7 +226,7 @@ def test_what_formats_are_said_to_cost_is_what_was_measured():
 
 
 @pytest.mark.one_end
-def test_plain_arrays_say_what_their_bits_mean():
+def test_raw_pools_need_an_encoding_dtype():
     parts = store(draw(4, 2, 4, 32)), store(draw(4, 2, 4, 24, seed=1))
     one = jnp.ones(1, jnp.int32)
     pools = parts[0]["pool"], parts[1]["pool"]
@@ -260,7 +260,7 @@ def test_plain_arrays_say_what_their_bits_mean():
 
 
 @pytest.mark.one_end
-def test_scores_keep_float32_whatever_values_are_stored_as():
+def test_score_uses_float32_for_every_storage_dtype():
     sizes = dict(num_layers=2, num_kv_heads=2, head_dim=4)
     params = attention_params()
     found = [

@@ -49,7 +49,7 @@ def walk(grammar, variant, rng, length=8):
     return told, tokens
 
 
-def test_grammars_that_come_and_go_stay_what_they_are():
+def test_catalog_changes_preserve_other_grammars():
     rng = np.random.default_rng(0)
     grammars = [from_regex(pattern, VOCABULARY) for pattern in PATTERNS]
     catalog = Catalog(
@@ -80,7 +80,7 @@ def test_grammars_that_come_and_go_stay_what_they_are():
     assert full > 1
 
 
-def test_what_a_catalog_cannot_hold_is_told():
+def test_grammars_too_large_for_a_catalog_are_refused():
     small = Catalog(VOCABULARY, max_grammars=1, max_states=3)
     with pytest.raises(TooLarge, match="exceeds the catalog"):
         small.add(from_regex("a{5}", VOCABULARY))

@@ -63,7 +63,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts_are_those_of_the_parts(name):
+def test_concatenations_accept_exactly_their_parts(name):
     """By random walks, and by all texts of a few tokens."""
     parts, pattern = CASES[name]
     host = HostGrammar(concatenate(parts, VOCABULARY))
@@ -91,7 +91,7 @@ def test_texts_are_those_of_the_parts(name):
         assert is_text == judge_whole(spell(tokens), pattern), spell(tokens)
 
 
-def test_what_waits_for_a_token_leaves_all_free_before_it():
+def test_wait_for_allows_all_tokens_before_the_trigger():
     inner = grammar.from_choices(["ab", "b"], VOCABULARY)
     host = HostGrammar(wait_for([CALL], inner, VOCABULARY))
     everything = {*range(len(PIECES))}
@@ -112,7 +112,7 @@ def test_what_waits_for_a_token_leaves_all_free_before_it():
     assert host.allowed(host.follow([14, 13, 14, 14])) == {END}
 
 
-def test_what_waits_steers_generate():
+def test_wait_for_constrains_generate_after_the_trigger():
     """As a model that never says the token is not constrained, and one that does is."""
     inner = grammar.from_choices(["b1"], VOCABULARY)
     logits_processor = wait_for([CALL], inner, VOCABULARY)
@@ -145,7 +145,7 @@ def test_what_waits_steers_generate():
     assert found[1] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_cannot_wait_or_stand_is_refused():
+def test_invalid_waits_and_parts_are_refused():
     one = grammar.from_choices(["a"], VOCABULARY)
     with pytest.raises(ValueError, match="grammar must be of one language"):
         wait_for([CALL], grammar.join([one, one]), VOCABULARY)
@@ -158,7 +158,7 @@ def test_what_cannot_wait_or_stand_is_refused():
         concatenate([Choices([])], VOCABULARY)
 
 
-def test_parts_are_kept_by_what_they_say(tmp_path):
+def test_parts_are_cached_by_content(tmp_path):
     """In a folder, one file for each language."""
     asked = [parts for parts, _ in CASES.values()]
     for _ in range(2):

@@ -52,7 +52,7 @@ def process_after(grammar, rows, variants):
     return play(grammar, tokens, jnp.asarray(variants, jnp.int32))
 
 
-def test_steps_inside_jit_are_those_of_the_tables():
+def test_jitted_steps_equal_the_tables():
     one = from_choices(["ab1", "abab", "b"], VOCABULARY)
     other = from_regex("(ab)+", VOCABULARY)
     grammar = join([one, join([other])])
@@ -85,7 +85,7 @@ def test_logits_that_are_allowed_stay_as_they_are():
 
 
 @pytest.mark.one_end
-def test_texts_that_are_not_steered_are_taken():
+def test_sequences_without_a_variant_are_unconstrained():
     grammar = join([from_choices(["a"], VOCABULARY), from_choices(["b"], VOCABULARY)])
     state = grammar.begin(jnp.array([-1, 1, 0]), NO_PROMPTS)
     assert state[0] == state[2] and state[1] != state[2]
@@ -120,7 +120,7 @@ def test_texts_that_cannot_be_finished_are_not_begun():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("pattern", ["^a$", "^a|a$", r"\Aa\Z", "(^a)$", "(^|b^)a"])
-def test_anchors_at_the_ends_say_nothing(pattern):
+def test_anchors_at_the_ends_have_no_effect(pattern):
     grammar = HostGrammar(from_regex(pattern, VOCABULARY))
     assert grammar.allowed(grammar.start()) == {0}
 
@@ -151,7 +151,7 @@ def test_patterns_that_are_not_served_are_refused(pattern):
         ),
     ],
 )
-def test_patterns_mean_what_they_mean_to_python(pattern):
+def test_patterns_match_like_python_re(pattern):
     automaton = compile_regex(pattern, Bounds(2**28))
     texts = map("".join, itertools.product("ab1 ", repeat=3))
     texts = [text[:length] for text in texts for length in range(4)]
@@ -161,7 +161,7 @@ def test_patterns_mean_what_they_mean_to_python(pattern):
 
 
 @pytest.mark.one_end
-def test_what_takes_too_much_is_refused():
+def test_oversized_patterns_are_refused():
     with pytest.raises(TooLarge, match="max_bytes"):
         from_regex("[ab]*a[ab]{24}", VOCABULARY, max_bytes=2**22)
     with pytest.raises(TooLarge, match="max_bytes"):
@@ -173,7 +173,7 @@ def test_what_takes_too_much_is_refused():
 
 
 @pytest.mark.one_end
-def test_how_far_a_grammar_is_can_be_told(monkeypatch):
+def test_compilation_reports_progress(monkeypatch):
     monkeypatch.setattr(token_table, "_PAIRS_AT_ONCE", 1)
     told = []
     vocabulary = dataclasses.replace(
@@ -220,7 +220,7 @@ def test_end_tokens_are_ids(ends):
     ],
     ids=range(6),
 )
-def test_max_bytes_bound_what_compiling_holds(schema, most):
+def test_max_bytes_bounds_compilation_memory(schema, most):
     """True if the grammar is made or refused."""
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
     tracemalloc.start()

@@ -163,7 +163,7 @@ def test_texts_of_a_schema(name):
 
 
 @pytest.mark.parametrize("words", [words for words, _, _ in ROWS])
-def test_what_the_page_says_of_a_keyword(words):
+def test_documented_keywords_accept_and_reject_as_listed(words):
     (cases,) = [cases for row, _, cases in ROWS if row == words]
     for schema, valid, others in cases:
         grammar = grammar_of(schema)
@@ -211,12 +211,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("error", REFUSED)
-def test_what_is_not_served_is_refused_with_its_place(error):
+def test_unsupported_keywords_are_refused_with_their_location(error):
     with pytest.raises(Unsupported, match=re.escape(error)):
         grammar_of(REFUSED[error])
 
 
-def test_unknown_words_are_errors_if_asked():
+def test_strict_refuses_unknown_keywords():
     for word, value in (("frobnicate", 1), ("format", "colour")):
         schema = {"items": {word: value}}
         grammar_of(schema)
@@ -225,7 +225,7 @@ def test_unknown_words_are_errors_if_asked():
     grammar_of({"const": 1, "title": "t", "x-more": 2}, strict=True)
 
 
-def test_recursion_goes_as_deep_as_asked():
+def test_recursion_is_expanded_to_the_given_depth():
     tree = {
         "$ref": "#/$defs/node",
         "$defs": {"node": {"items": {"$ref": "#/$defs/node"}}},
@@ -257,7 +257,7 @@ def nested(levels, word="items"):
         {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(12)]},
     ],
 )
-def test_what_is_too_large_is_refused_before_it_is_made(schema):
+def test_oversized_schemas_are_refused_before_compilation(schema):
     with pytest.raises(TooLarge):
         grammar_of(schema, max_bytes=2**23)
 

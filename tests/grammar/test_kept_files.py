@@ -131,7 +131,7 @@ def test_a_file_that_was_not_finished_is_not_found(tmp_path, monkeypatch):
     assert len([*tmp_path.glob("*.grammar")]) == 1
 
 
-def test_a_folder_keeps_what_was_looked_up_last(tmp_path, monkeypatch):
+def test_the_grammar_folder_evicts_least_recently_used(tmp_path, monkeypatch):
     paths = {}
     for age, name in enumerate(("choices", "pattern", "spaces")):
         before = {*tmp_path.iterdir()}
@@ -146,12 +146,12 @@ def test_a_folder_keeps_what_was_looked_up_last(tmp_path, monkeypatch):
     assert "choices" in left and "pattern" not in left
 
 
-def test_what_is_no_json_is_refused_with_a_folder_too(tmp_path):
+def test_schemas_that_are_not_json_are_refused_with_a_folder(tmp_path):
     with pytest.raises(ValueError, match="not JSON"):
         from_json_schema({"enum": [{1}]}, VOCABULARY, folder=tmp_path)
 
 
-def test_max_bytes_hold_for_what_is_kept(tmp_path):
+def test_max_bytes_bounds_cached_grammars(tmp_path):
     """A process with less room does not load a larger grammar of another one."""
     from_regex("[ab]{60}", VOCABULARY, folder=tmp_path)
     with pytest.raises(TooLarge, match="max_bytes 1,000 exceeded: the cached"):

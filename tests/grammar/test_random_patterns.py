@@ -114,7 +114,7 @@ def play(examples):
     settings(hypothesis.given(PATTERNS, TOKENS)(check))()
 
 
-def test_masks_are_those_of_plain_python():
+def test_masks_equal_plain_python():
     play(60)
 
 
@@ -123,7 +123,7 @@ def test_masks_of_many_patterns():
     play(400)
 
 
-def test_texts_that_go_on_through_what_is_no_match_are_kept():
+def test_strings_through_non_accepting_states_are_kept():
     """outlines-core's own `Index` allows only the end after "ab"."""
     vocabulary = Vocabulary([b"a", b"b", None], end_tokens=[2])
     grammar = HostGrammar(from_regex("(ab)+", vocabulary))

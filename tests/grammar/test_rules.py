@@ -91,7 +91,7 @@ def list_texts(host, most):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts_are_those_that_the_rules_derive(name):
+def test_gbnf_strings_equal_the_derivations(name):
     text, rules = CASES[name]
     is_repetition = "recursion" in name
     # A path through another rule goes back once a level.
@@ -193,12 +193,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_grammar_is_named(text):
+def test_gbnf_syntax_errors_are_named(text):
     with pytest.raises(Unsupported, match=re.escape(WRONG[text])):
         from_gbnf(text, VOCABULARY)
 
 
-def test_what_has_no_text_or_is_too_large():
+def test_empty_or_oversized_gbnf_languages_are_refused():
     with pytest.raises(NoText):
         from_gbnf('root ::= "(" root ")"', VOCABULARY)
     with pytest.raises(NoText):

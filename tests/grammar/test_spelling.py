@@ -113,7 +113,7 @@ def test_no_word_is_lost_that_another_begins_with():
         assert spell_all(one, vocabulary).keys() == {word.encode() for word in words}
 
 
-def test_what_is_certain_is_forced_by_its_longest_token():
+def test_certain_text_is_forced_by_its_longest_token():
     many = from_regex('\\{"ab":(12|34)\\}', WHOLE)
     one = with_one_spelling(many, WHOLE)
     (spelled,) = spell_all(one, WHOLE)[b'{"ab":34}']

@@ -94,7 +94,7 @@ def judge(text, names, *, has_text, is_single):
         ("g", True, dict(names="g", has_text=False, is_single=True)),
     ],
 )
-def test_masks_are_those_of_a_judge(choice, is_parallel, asked):
+def test_tool_call_masks_equal_a_validator(choice, is_parallel, asked):
     grammar = HostGrammar(
         from_tools(
             TOOLS,

@@ -89,7 +89,7 @@ def measure(served, text, before):
     return sum(scored.logprobs[len(known) :])
 
 
-def test_choices_are_those_that_are_likelier(results, served):
+def test_the_likelier_choice_wins(results, served):
     right = 0
     for row in ROWS:
         first, second = (measure(served, c, row["question"]) for c in row["choices"])

@@ -136,7 +136,7 @@ def test_a_layer_written_twice_or_not_at_all():
 
 
 @pytest.mark.one_end
-def test_what_was_cut_off_need_not_be_written():
+def test_truncated_slots_need_no_write():
     cache = watched()
     lengths = jkv.context_lengths(cache)[jnp.asarray(IDS)]
     cache, batch = jkv.append(cache, IDS)
@@ -187,7 +187,7 @@ def test_a_batch_of_another_cache_of_the_same_sizes():
 
 
 @pytest.mark.one_end
-def test_a_batch_whose_sequence_is_another_one_by_now():
+def test_a_stale_batch_of_a_reused_row_is_reported():
     cache = watched()
     cache, batch = jkv.append(cache, IDS)
     cache, _ = jkv.free(cache, 0)

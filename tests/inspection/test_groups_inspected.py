@@ -77,12 +77,12 @@ def test_a_fault_names_its_group(name, index, value, invariant):
     assert_found(cache, f"^{invariant}: group 1: ")
 
 
-def test_what_the_next_row_sees_is_there():
+def test_blocks_in_the_window_must_be_mapped():
     cache = lived()
     group = cache.metadata.groups[1]
     window = group.window
-    gone = changed(window.num_given_back, [0, 1], 5)
-    window = dataclasses.replace(window, num_given_back=jnp.asarray(gone))
+    gone = changed(window.num_released, [0, 1], 5)
+    window = dataclasses.replace(window, num_released=jnp.asarray(gone))
     blocks = np.array(group.block_tables)
     missing = set(blocks[:2, 3:5].reshape(-1).tolist())
     blocks[:2, 3:5] = group.num_blocks
@@ -107,7 +107,7 @@ def test_what_the_next_row_sees_is_there():
         reference_counts=counts,
         free_blocks=ring,
     )
-    assert_found(cache, "^given_back: group 1: row 0 keeps tokens from 20 on")
+    assert_found(cache, "^released: group 1: row 0 keeps tokens from 20 on")
 
 
 def test_the_ring_of_a_group():
@@ -156,7 +156,7 @@ class TestBeside:
         )
         assert_found(cache, "group 1: row 0 pairs block .* with .*, the index with")
 
-    def test_one_side_alone_says_nothing(self):
+    def test_one_sided_block_pairs_are_reported(self):
         cache = lived()
         leading, own = self.columns(cache, 3, 4)
         (beside,) = cache.metadata.index.followers
@@ -219,7 +219,7 @@ def test_stats_of_groups_and_of_all():
     assert windowed.cached_blocks == 3 and stats.tokens == 26
 
 
-def test_stats_said_in_a_few_lines():
+def test_stats_print_in_a_few_lines():
     lines = str(jkv.stats(lived())).splitlines()
     assert lines[0].startswith("blocks      13 of 64 live")
     assert lines[2] == "  group 0    8 of 44 live (18%), 0 cached, at the peak 8 live"

@@ -61,7 +61,7 @@ def test_the_state_is_a_recount():
         assert found.total_blocks == 8 and found.max_sequences == 4
 
 
-def test_what_happened_by_hand():
+def test_counters_by_hand():
     # 2 + 2 + 3 blocks appended, 1 copied in the fork; sequence 1 gave back 2.
     stats = jkv.stats(churned())
     assert (stats.allocations, stats.frees, stats.peak_blocks) == (8, 2, 8)
@@ -131,7 +131,7 @@ def test_indexed_blocks_are_pinned_or_cached():
     assert profile.cached_bytes == 2 * profile.storage_bytes // 8
 
 
-def test_one_small_transfer_whatever_the_size(monkeypatch):
+def test_stats_use_one_small_transfer_at_any_size(monkeypatch):
     # Every read of an array on the host, int() or np.asarray, uses `_value`.
     kind, fetched = type(jnp.zeros(1)), []
     read = kind._value.fget
@@ -182,7 +182,7 @@ def test_without_storage():
     assert profile.total_bytes == profile.metadata_bytes == cache.nbytes
 
 
-def test_said_in_a_few_lines():
+def test_printed_in_a_few_lines():
     lines = str(jkv.stats(churned())).splitlines()
     assert lines[0] == "blocks      6 of 8 live (75%), 1 of them shared, 0 pinned"
     assert lines[2] == "sequences   3 of 4 live, 21 tokens"

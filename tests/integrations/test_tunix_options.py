@@ -89,7 +89,7 @@ def test_equal_prompts_are_found_wherever_they_stand():
     assert mixed.first == [0, 1] and mixed.prompts.tolist() == [0, 2, 1, 3]
 
 
-def test_a_cut_micro_batch_shares_what_divides_counts():
+def test_a_cut_micro_batch_shares_the_common_divisor():
     cut = find_repeats([[5]] * 8 + [[6]] * 4)
     assert cut.num_samples == 4 and cut.first == [0, 4, 8]
     assert sorted(cut.prompts.tolist()) == list(range(12))

@@ -113,7 +113,7 @@ def test_the_weights_are_the_trainers_own_arrays(rollout, module):
     assert count_copies() == before and another.model() is module
 
 
-def test_what_ends_a_sequence_is_not_part_of_it(rollout, module):
+def test_the_eos_token_is_not_part_of_the_completion(rollout, module):
     whole = rollout.generate(BATCH, options())
     end = int(whole.tokens[0][5])
     with_end = options(eos_tokens=[end])
@@ -180,7 +180,7 @@ def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
     assert (ours[~is_scored] == 0).all()
 
 
-def test_logps_behind_a_pad_that_is_a_token_are_those_drawn(rollout, module):
+def test_logps_after_a_generated_pad_token_equal_the_sampled_ones(rollout, module):
     """A padding token inside a text is one of its tokens; one outside is not."""
     rng = np.random.default_rng(5)
     prompts = rng.integers(3, 20, (3, 6)).astype(np.int32)

@@ -61,7 +61,7 @@ def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [False, (64, 64)], ids=["usual", "exact"])
-def test_ratios_to_what_was_reported(exact):
+def test_ratios_to_reported_logps(exact):
     """They are 1 to the bit with `exact`, in a pass that is differentiated."""
     engine = functools.partial(JkvRollout, exact=exact)
     run = dict(seed=0, num_steps=2, reported=True)
@@ -77,6 +77,6 @@ def test_ratios_to_what_was_reported(exact):
 
 
 def test_the_page_runs():
-    page = ROOT / "docs" / "how-to" / "trainer.md"
+    page = ROOT / "docs" / "how-to" / "tunix-rollouts.md"
     failed, attempted = doctest.testfile(str(page), module_relative=False)
     assert attempted and not failed

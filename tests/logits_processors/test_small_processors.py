@@ -192,7 +192,7 @@ def test_variants_have_other_numbers():
     assert links.forced(state).tolist() == [-1]
 
 
-def test_renumbered_texts_end_where_they_are_steered():
+def test_renumbered_processors_end_only_their_sequences():
     ends = Says(np.int32([3, 3]), np.array([True, True]))
     state = (one := renumber(ends, np.int32([-1, 0]))).begin(np.arange(2), None)
     assert one.ended(state).tolist() == [False, True] and one.num_end_tokens == 1
@@ -275,7 +275,7 @@ def test_biases_are_added():
     np.testing.assert_array_equal(alike.process(state, logits), [first] * 3)
 
 
-def test_a_chain_forbids_what_any_of_its_links_forbids():
+def test_a_chain_masks_the_union_of_its_links():
     least, closing = [1, 6], [2, 4]
     links = chain(
         NoRepeatedNgrams(3, max_new_tokens=NEW),
@@ -328,7 +328,7 @@ class Says(jkv.LogitsProcessor):
         return self.token
 
 
-def test_a_chain_says_what_its_links_force_and_end():
+def test_a_chain_combines_forced_tokens_and_ends():
     silent = Says(None, None)
     assert chain(silent).forced((0,)) is None and chain(silent).ended((0,)) is None
     tokens = np.int32([-1, 3, -1, 3, 3]), np.int32([-1, -1, 4, 4, 3])
@@ -349,13 +349,13 @@ def test_a_token_that_one_link_forces_and_another_forbids_ends_the_text():
     assert jnp.max(links.process(state, jnp.zeros((1, 10)))) == -jnp.inf
 
 
-def test_a_link_without_variants_steers_all_texts_alike():
+def test_a_link_with_one_variant_applies_to_all_sequences():
     links = chain(Says(None, None), MinimumLength(np.int32([1]), np.int32([0, 1, 2])))
     variants, _ = links.begin(np.int32([2, -1, 0]), np.int32([[1], [1], [1]]))
     assert variants.tolist() == [0, -1, 0]
 
 
-def test_what_cannot_be_chained_is_refused():
+def test_invalid_chains_are_refused():
     with pytest.raises(ValueError, match="at least one jkv.LogitsProcessor"):
         chain()
     for wrong in (3, TokenBias):
@@ -403,7 +403,7 @@ def test_wrong_fields_are_named(wrong, message):
         wrong.begin(np.int32([0]), np.int32([[1, 2, -1]]))
 
 
-def test_each_is_a_pytree_of_what_may_change():
+def test_processors_are_pytrees_of_dynamic_fields():
     """Static fields are in the structure, so that programs tell it apart."""
     structures = {
         jax.tree.structure(NoRepeatedNgrams(size, most))

@@ -40,14 +40,14 @@ def find_expected(make_processor):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ngrams_are_those_of_hugging_face(size):
+def test_no_repeated_ngrams_equals_transformers(size):
     expected = find_expected(lambda t: t.NoRepeatNGramLogitsProcessor(size))
     found = find_forbidden(NoRepeatedNgrams(size, LENGTH), num_prompt_tokens=5)
     np.testing.assert_array_equal(found, expected)
     assert 0 < expected.sum() < expected.size
 
 
-def test_banned_texts_are_those_of_hugging_face():
+def test_banned_texts_equals_transformers():
     expected = find_expected(lambda t: t.NoBadWordsLogitsProcessor(BANNED))
     texts = np.int32([[*banned, *[-1] * (3 - len(banned))] for banned in BANNED])
     found = find_forbidden(BannedTexts(texts), num_prompt_tokens=LENGTH - 1)
@@ -56,7 +56,7 @@ def test_banned_texts_are_those_of_hugging_face():
 
 
 @pytest.mark.parametrize("least", [6, 7, 8])
-def test_minimum_lengths_are_those_of_hugging_face(least):
+def test_minimum_length_equals_transformers(least):
     num_prompt_tokens, ends = 5, [2, 4]
     expected = find_expected(
         lambda t: t.MinNewTokensLengthLogitsProcessor(num_prompt_tokens, least, ends)

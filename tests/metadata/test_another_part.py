@@ -76,7 +76,7 @@ def test_it_leaves_and_comes_back(cache, tmp_path):
     jkv.check(loaded)
 
 
-def test_it_is_told_on_the_host(cache):
+def test_a_further_part_appears_in_host_reports(cache):
     assert jkv.memory_profile(cache).total_bytes == cache.nbytes
     assert tuple(jkv.partition_specs(cache, heads="tp").storage[MARKS].rows) == ()
     watched, _ = jkv.append(jkv.debug(cache), padded([0]))

@@ -50,7 +50,7 @@ def test_a_shared_block_gives_way_to_an_earlier_entry(order, is_decoding):
     assert committed(cache, 1) == 4
 
 
-def test_what_follows_a_shared_block_shows_with_it():
+def test_blocks_after_a_shared_block_become_visible_with_it():
     cache, _ = allocate(small_cache(prefix_caching=True), [0, 0])
     cache, step = append(cache, [1, 0], 8, tokens=TEXT * 2)
     cache, _ = fork(cache, 0, [4])

@@ -32,7 +32,7 @@ def _state(size: int = 4) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
-def test_a_stage_computes_what_its_function_does(jitted):
+def test_a_stage_equals_its_function(jitted):
     def call(state: dict[str, jax.Array]) -> object:
         return _shift(state, jnp.int32(5), times=2)
 
@@ -57,7 +57,7 @@ def test_a_stage_runs_under_transformations():
     chex.assert_trees_all_equal(summed["changed"], jnp.arange(4) + 3)
 
 
-def test_what_a_stage_passes_on_stays_outside():
+def test_arrays_passed_through_a_stage_stay_outside():
     compiled = (
         jax.jit(_shift).lower(_state(), jnp.int32(1)).compile(ALL_PASSES).as_text()
     )

@@ -63,7 +63,7 @@ def assert_equal_tensors(path, reference):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_tensors_and_logits_are_those_of_transformers(name):
+def test_gguf_tokens_tensors_and_logits_equal_transformers(name):
     path = models.fetch(name)
     tokenizer = pretrained.load_tokenizer(path)
     other = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -103,7 +103,7 @@ def test_a_chat_of_smollm2():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_formats_cost_what_the_page_says(name):
+def test_format_costs_equal_the_documented_ones(name):
     """By the command that a user types; int8 keys with int4 values cost nothing."""
     command = [sys.executable, ROOT / "examples" / "formats.py", "--max-tokens", "1000"]
     command += ["--model", models.fetch(name), "--text", ROOT / "docs" / "design.md"]

@@ -53,7 +53,7 @@ def pages() -> dict[str, str]:
     }
 
 
-def test_one_place_says_the_name_and_one_the_version() -> None:
+def test_name_and_version_are_defined_once() -> None:
     assert PROJECT["name"] == "jkv-cache"  # `jkv` on the index is another project
     assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", jkv.__version__)
@@ -82,7 +82,7 @@ def test_the_examples_are_one_project_with_four_commands() -> None:
         assert (ROOT / "examples" / name).is_file()
 
 
-def test_nothing_says_to_install_what_is_not_published() -> None:
+def test_install_instructions_use_the_checkout() -> None:
     """There is only a checkout: `pip install .`, with extras or without."""
     for name, text in pages().items():
         for wrong in (r"jkv\[", r"jkv-cache\[", r"pip install (-U )?['\"]?jkv"):
@@ -122,7 +122,7 @@ def package_files() -> set[str]:
 
 @pytest.mark.further
 @pytest.mark.slow
-def test_an_sdist_ships_the_package_and_what_explains_it(built: pathlib.Path) -> None:
+def test_an_sdist_ships_the_package_and_its_docs(built: pathlib.Path) -> None:
     with tarfile.open(built / f"{STEM}.tar.gz") as archive:
         shipped = {name.partition("/")[2] for name in archive.getnames()}
     expected = package_files() | {*BESIDE, "PKG-INFO", ".gitignore"}

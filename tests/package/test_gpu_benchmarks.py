@@ -52,7 +52,7 @@ def test_every_part_is_there():
 
 
 @pytest.mark.parametrize("width", [4, 3])
-def test_each_call_takes_what_the_one_before_gave(width):
+def test_benchmark_calls_are_chained(width):
     workload = Workload((8,), calls=3)
     layers = []
 
@@ -69,7 +69,7 @@ def test_each_call_takes_what_the_one_before_gave(width):
     np.testing.assert_array_equal(found[0, 0], [111] * width + [0] * (4 - width))
 
 
-def test_what_is_read_exceeds_the_largest_last_cache():
+def test_benchmark_reads_exceed_the_last_level_cache():
     for workload in find_workloads(80e9):
         if not workload.is_prefill:
             assert workload.num_bytes * workload.num_layers > 256 * 10**6, workload

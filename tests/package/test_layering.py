@@ -226,7 +226,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "attention.kernel": (
         *("triton", "backend", "elements", "tiles", "work", "bodies", "launches"),
-        "face",
+        "interface",
     ),
     "serving": ("request", "device", "scheduler", "prometheus", "engine"),
 }
@@ -375,7 +375,7 @@ def test_rooms_have_no_circles_inside() -> None:
                 del below[name]
 
 
-def test_loops_are_those_that_work_inside_shard_map() -> None:
+def test_loops_work_inside_shard_map() -> None:
     """`lax` has its own for `jkv.sharding.loops`, and for code outside a step."""
     kernels = (
         *("isolation", "join", "query_gradients", "scores", "token_gradients"),
@@ -449,7 +449,7 @@ def test_only_runtime_packages_are_imported() -> None:
 
 
 @pytest.mark.parametrize("package", ["", "config", "decoding"])
-def test_names_that_come_later_are_those_that_checkers_see(package: str) -> None:
+def test_lazy_names_equal_the_type_checked_imports(package: str) -> None:
     path = PACKAGE / package / "__init__.py"
     checked: dict[str, str] = {}
     for block in ast.parse(path.read_text()).body:

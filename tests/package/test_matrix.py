@@ -35,7 +35,7 @@ def test_every_test_and_every_result_of_a_row_exists(monkeypatch) -> None:
     assert matrix.find_missing_results() == [result]
 
 
-def test_every_word_has_what_shows_it() -> None:
+def test_every_support_level_has_its_evidence() -> None:
     cards = {"timed": {"gpu"}, "compiled": {"kernel_code", "rocm_compile"}}
     for each in matrix.all_rows():
         assert each.tests and len(each.words) == len(matrix.BACKENDS), each.feature
@@ -54,7 +54,7 @@ def test_the_page_is_the_one_of_the_table() -> None:
     )
 
 
-def test_a_row_whose_test_did_not_pass_is_named(tmp_path, monkeypatch, capsys) -> None:
+def test_rows_without_a_passing_test_are_named(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "a.xml").write_text(REPORT)
     names = [f"test_a.py::test_{name}" for name in ("good", "bad", "left_out")]
     monkeypatch.setattr(matrix, "TABLES", {"Some": (row(*names),)})

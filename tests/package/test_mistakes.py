@@ -244,7 +244,7 @@ class TestOptions:
         with pytest.raises(jkv.UsageError, match=f"Sampling.{name} must be .*, got"):
             jkv.Sampling(**field)
 
-    def test_what_stops_may_be_lists_of_different_lengths(self):
+    def test_stop_sequences_may_be_ragged_lists(self):
         """They are read as their array, padded with -1."""
         rows = np.array([[1, 2], [3, -1]], np.int32)
         none = np.full((2, 2), -1, np.int32)
@@ -371,7 +371,7 @@ class TestRows:
     @pytest.mark.parametrize(
         "dtype", few(["bfloat16", "int8", "float8_e4m3fn"], "int8")
     )
-    def test_a_derivative_of_what_is_stored_as_bits(self, dtype):
+    def test_gradients_of_encoded_storage_are_refused(self, dtype):
         cache, batch = stepped(dtype=dtype)
         queries = rows(cache, batch)
 
@@ -467,7 +467,7 @@ class TestCalls:
                 call()
 
     @pytest.mark.one_end
-    def test_what_is_no_batch_and_what_are_no_rows(self):
+    def test_wrong_batches_and_rows_are_refused(self):
         cache, batch = stepped()
         keys = rows(cache, batch)
         with pytest.raises(TypeError, match=r"batch must be .* got float32\[2, 1, 2\]"):
@@ -498,7 +498,7 @@ class TestCalls:
         jkv.raise_for_status(stepped())
 
     @pytest.mark.one_end
-    def test_raise_for_status_of_what_has_none(self):
+    def test_raise_for_status_refuses_values_without_a_status(self):
         for wrong in (small_cache(), "OK", 0.5, np.zeros(2), None):
             with pytest.raises(TypeError, match="status must be"):
                 jkv.raise_for_status(wrong)
@@ -506,7 +506,7 @@ class TestCalls:
     @pytest.mark.parametrize(
         "name", ["stats", "check", "memory_profile", "fragmentation", "should_compact"]
     )
-    def test_what_runs_on_the_host_inside_jit(self, name):
+    def test_host_functions_are_refused_inside_jit(self, name):
         with pytest.raises(TypeError, match=rf"{name}.*outside jit; .*batch\.status"):
             jax.eval_shape(getattr(jkv, name), small_cache())
 
@@ -527,7 +527,7 @@ class TestCalls:
             assert caught.value.__cause__ is not None, "the cause is shown"
         jkv.check(kept)
 
-    def test_what_else_fails_is_not_taken_for_a_donation(self):
+    def test_other_errors_are_not_reported_as_donation(self):
         cache, batch = stepped()
         gone = jnp.ones((2, 1, 2))
         gone.delete()

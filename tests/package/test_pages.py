@@ -28,7 +28,7 @@ def test_a_page_is_read_at_one_time() -> None:
     assert sum(sizes.values()) <= 260_000
 
 
-def test_the_tables_of_what_was_measured_are_those_of_the_results() -> None:
+def test_benchmark_tables_equal_the_results() -> None:
     path = ROOT / "benchmarks" / "measured.py"
     measured = runpy.run_path(str(path))
     page = (ROOT / "docs" / "measured.md").read_text()
@@ -50,7 +50,7 @@ def test_every_test_in_the_table_of_features_exists() -> None:
             assert not test or re.search(rf"(def|class) {test}\b", files[file]), test
 
 
-def test_what_breaks_elsewhere_has_a_number_and_a_test_that_exists() -> None:
+def test_known_bugs_have_an_issue_number_and_a_test() -> None:
     tests = {
         path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
     }

@@ -88,7 +88,7 @@ def test_no_module_is_hidden_by_a_function() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tunix") is not None, reason="is there")
-def test_an_integration_says_what_to_install() -> None:
+def test_a_missing_integration_suggests_its_extra() -> None:
     with pytest.raises(ImportError, match=r"pip install '\.\[tunix\]'"):
         importlib.import_module("jkv.integrations.tunix")
 
@@ -123,7 +123,7 @@ def section(text: str, title: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(public_functions()))
-def test_docstrings_say_arguments_results_and_refusals(name: str) -> None:
+def test_docstrings_list_arguments_results_and_errors(name: str) -> None:
     function = public_functions()[name]
     text = inspect.getdoc(function) or ""
     # Fields of other values are described there.
@@ -149,7 +149,7 @@ def public_records() -> dict[str, type]:
 
 
 @pytest.mark.parametrize("name", sorted(public_records()))
-def test_a_public_class_says_what_its_fields_are(name: str) -> None:
+def test_public_classes_document_their_fields(name: str) -> None:
     """A comment at the field, or a line of the docstring; of arrays with the shape."""
     record = public_records()[name]
     lines, text = inspect.getsource(record).splitlines(), inspect.getdoc(record) or ""

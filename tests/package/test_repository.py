@@ -84,7 +84,7 @@ def test_only_a_tag_publishes_and_only_that_job_may() -> None:
     assert "workflow_dispatch" in workflow[True]
 
 
-def test_the_form_asks_for_the_report_of_the_doctor() -> None:
+def test_the_issue_form_requires_the_doctor_report() -> None:
     form = read(GITHUB / "ISSUE_TEMPLATE" / "fault.yml")
     fields = {field["id"]: field for field in form["body"] if "id" in field}
     doctor = fields["doctor"]
@@ -93,7 +93,7 @@ def test_the_form_asks_for_the_report_of_the_doctor() -> None:
     assert doctor["validations"]["required"]
 
 
-def test_what_is_cited_is_this_version() -> None:
+def test_citation_has_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {jkv.__version__}\n" in text
     # The changelog begins with "Unreleased", or with this version and its day.
@@ -103,7 +103,7 @@ def test_what_is_cited_is_this_version() -> None:
     assert read(ROOT / "CITATION.cff")["license"] == "Apache-2.0"
 
 
-def test_what_is_trusted_is_said() -> None:
+def test_trusted_inputs_are_documented() -> None:
     """Folders with contents that are run are named, beside the code that runs them."""
     text = (ROOT / "SECURITY.md").read_text()
     unpickled = [

@@ -103,7 +103,7 @@ def test_all_nodes_are_written_and_read_back():
 
 
 @pytest.mark.one_end
-def test_what_no_file_can_hold_is_refused_in_words():
+def test_unserializable_caches_are_refused_with_a_reason():
     mesh = jax.make_mesh((1,), ("dp",))
     cache = jkv.init(small_config(), pools="dp", mesh=mesh)
     with pytest.raises(jkv.UsageError, match=r"PoolSharding.*jax\.tree\.leaves"):

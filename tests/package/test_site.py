@@ -58,11 +58,13 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
 
 # The packages for a trainer are in an environment of their own, and so is the test of
 # its page (`make tunix`). Replicas are started in a shell.
-WITHOUT = {"trainer", "replicas"}
+WITHOUT = {"tunix-rollouts", "replicas"}
 PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
 # These compile whole loops of decoding, which the tests of their rooms have, too.
-OF_LOOPS = ("chat", "exact", "long-runs", "samples", "sampling", "search", "serving")
-OF_LOOPS += ("speculate", "states", "logits-processors", "tiers", "trees", "windows")
+OF_LOOPS = ("multi-turn-chat", "determinism", "weight-updates", "parallel-sampling")
+OF_LOOPS += ("sampling-parameters", "tree-search", "serving-engine", "hybrid-models")
+OF_LOOPS += ("speculative-decoding", "logits-processors", "kv-cache-offloading")
+OF_LOOPS += ("trajectory-trees", "sliding-window")
 
 
 @pytest.mark.parametrize("name", with_further(PAGES, *OF_LOOPS))
@@ -94,7 +96,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     )
 
 
-def test_what_is_experimental_exists() -> None:
+def test_experimental_names_exist() -> None:
     """Every name of the table's first column, of `jkv`, a room or a class of it."""
     page = (DOCS / "promises.md").read_text()
     table = page.partition("## Experimental names")[2].partition("\nPromised")[0]
@@ -155,9 +157,9 @@ def test_the_readme_is_short_and_stands_alone() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_readme_says_which_cards_were_never_timed() -> None:
+def test_the_readme_lists_untimed_gpus() -> None:
     (paragraph,) = (p for p in README.split("\n\n") if "written for AMD GPUs" in p)
-    assert "on AMD's cards only compiled so far" in paragraph
+    assert "on AMD GPUs only compiled so far" in paragraph
 
 
 def test_the_package_names_no_address_that_it_has_not() -> None:
@@ -166,7 +168,7 @@ def test_the_package_names_no_address_that_it_has_not() -> None:
         assert address.startswith("https://"), address
 
 
-def test_the_pictures_are_those_of_the_results() -> None:
+def test_plots_equal_the_results() -> None:
     pytest.importorskip("matplotlib")
     path = ROOT / "benchmarks" / "plots.py"
     spec = importlib.util.spec_from_file_location("plots", path)

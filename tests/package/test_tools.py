@@ -64,7 +64,7 @@ def test_everything_has_all_but_the_extras() -> None:
     assert "--strict" in everything["docs"].arguments
 
 
-def test_a_failure_is_shown_and_stops_what_needs_it(
+def test_a_failed_job_is_shown_and_stops_its_dependents(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     jobs = [

@@ -64,7 +64,7 @@ def run(tool, *arguments):
     return result.returncode, result.stdout + result.stderr
 
 
-def test_the_port_does_what_it_is_typed_to_do():
+def test_the_typed_port_runs():
     cache = jax.eval_shape(typed_port.make_cache)
     _, tokens = jax.eval_shape(lambda c: typed_port.continue_prompts(c, 1), cache)
     assert tokens.shape == (2, 4)

@@ -52,7 +52,7 @@ def test_the_core_in_an_hour_names_the_files_of_the_verbs(
     assert not {name for name, lines in walked["verbs"].items() if lines >= 15} - named
 
 
-def test_a_walk_names_what_runs(walked: dict[str, dict[str, int]]) -> None:
+def test_walks_list_the_executed_files(walked: dict[str, dict[str, int]]) -> None:
     """Each door runs its own file, and no other's that it has no need of."""
     assert "verbs/attending.py" in walked["attend"]
     assert "verbs/appending.py" in walked["verbs"].keys() & walked["generate"].keys()

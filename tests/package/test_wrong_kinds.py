@@ -138,7 +138,7 @@ def test_a_value_of_another_kind(name):
                 jax.eval_shape(functools.partial(call, function, wrong))
 
 
-def test_what_wraps_an_array_is_taken():
+def test_array_wrappers_are_accepted():
     """By verbs, by functions without a cache, and inside a jit."""
     plain = dict.fromkeys(
         ("attend", "write", "append", "paged_attention", "fold_state")

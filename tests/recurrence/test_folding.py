@@ -151,7 +151,7 @@ def test_random_rows():
 
 
 @pytest.mark.one_end
-def test_a_request_has_its_bits_whoever_is_beside_it():
+def test_folding_is_batch_invariant():
     alone = make((0, 0, 20, 0, 0, 0))
     among = make((9, 1, 20, 1, 17, 0))
     rows = slice(among[2][2], among[2][2] + 20)
@@ -167,7 +167,7 @@ def test_a_request_has_its_bits_whoever_is_beside_it():
 
 
 @pytest.mark.one_end
-def test_a_cut_of_its_own_rows_does_not_matter_to_what_is_alike():
+def test_chunking_does_not_change_equal_rows():
     fold = compiled(True, False, True)
     positions = np.zeros(B, np.int32)
     for counts in COUNTS:
@@ -208,7 +208,7 @@ def test_pieces_end_at_multiples():
         seen.clear()
 
 
-def test_pending_tokens_are_replayed_and_guesses_are_not_kept():
+def test_pending_tokens_are_replayed_and_draft_tokens_are_not_kept():
     """A replay of three, three rows and two guesses are one text of eight."""
     state, inputs, starts, counts = make((8, 5, 0, 1, 1, 0))
     before = np.array([3, 3, 0, 0, 0, 0], np.int32)

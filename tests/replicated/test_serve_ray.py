@@ -40,7 +40,7 @@ def wait_for_replicas(find_processes):
         time.sleep(0.5)
 
 
-def test_answers_are_those_of_one_engine(ask, alone):
+def test_replica_answers_equal_one_engine(ask, alone):
     bodies = [{"prompt": p, "max_tokens": 12, "temperature": 0} for p in PROMPTS]
     for (status, found), body in zip(ask(bodies * 3), bodies * 3, strict=True):
         assert status == 200
@@ -98,7 +98,7 @@ def test_a_killed_replica_loses_no_request(ask, alone, kill, find_processes):
     wait_for_replicas(find_processes)
 
 
-def test_a_stream_that_is_cut_says_so(url, kill, find_processes):
+def test_a_cut_stream_ends_with_an_error(url, kill, find_processes):
     """All replicas die when the first stream has begun, so that one is cut at least."""
 
     async def read(client, number, has_begun):

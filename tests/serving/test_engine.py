@@ -13,7 +13,7 @@ from support.small_engines import (
     NEW_TOKENS,
     WIDTH,
     assert_alone,
-    assert_given_back,
+    assert_released,
     come_and_go,
     draw_request,
     expected,
@@ -51,7 +51,7 @@ def test_random_requests_get_the_texts_they_get_alone(seed):
     assert stats.generated_tokens == num_tokens
     assert stats.cached_tokens > 0 or free_blocks < 40
     assert stats.preemptions > 0 or free_blocks > 8
-    assert_given_back(engine, free_blocks, free_rows)
+    assert_released(engine, free_blocks, free_rows)
 
 
 @pytest.mark.one_end
@@ -77,11 +77,11 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
         )
         assert_alone(found[first : first + MOST_SAMPLES], asked | stops)
     assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 @pytest.mark.one_end
-def test_an_ask_is_its_fields():
+def test_a_request_equals_its_keyword_fields():
     engine, request = make_engine(), draw_request(np.random.default_rng(4))
     numbers = [engine.submit(**request), engine.submit(Request(**request))]
     named, asked = (
@@ -119,7 +119,7 @@ def refused(engine, *args, **options):
 
 
 @pytest.mark.one_end
-def test_what_never_fits_is_refused_with_the_numbers():
+def test_oversized_requests_are_refused_with_the_sizes():
     engine = make_engine(free_blocks=2)
     text, reason = refused(engine, range(9))
     assert "2 blocks of 4 tokens, got 9 tokens, which need 3" in text
@@ -224,7 +224,7 @@ def test_stop_strings_are_trimmed_exactly(seed):
             assert "".join(event.text for event in mine) == text
             num_stopped += bool(ends)
     assert num_stopped >= 12
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 def test_nothing_is_compiled_after_warming_up():
@@ -243,7 +243,7 @@ def test_nothing_is_compiled_after_warming_up():
     run_all(engine)
     engine.generate([[5], [6]], sampling=Sampling(temperature=1.0), stop_tokens=[3])
     assert [program._cache_size() for program in compiled] == before
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 def test_windows_update_the_pool_in_place():

@@ -7,7 +7,7 @@ from support.automata import make_automata
 from support.plain_queue import VOCABULARY
 from support.small_engines import (
     assert_alone,
-    assert_given_back,
+    assert_released,
     come_and_go,
     draw_request,
     make_engine,
@@ -20,7 +20,7 @@ from jkv.serving.device.programs import exchange, run_window
 pytestmark = pytest.mark.one_end
 
 
-def test_steered_requests_get_the_texts_they_get_alone():
+def test_processed_requests_equal_runs_alone():
     """With look-up, cancelled ones, refills, and processors replaced in between."""
     rng = np.random.default_rng(6)
     automata, reasons = make_automata(0, 3, VOCABULARY), set()
@@ -46,10 +46,10 @@ def test_steered_requests_get_the_texts_they_get_alone():
     # Logits of NaN and logits with all tokens masked have different reasons.
     expected = "STOP", "NOTHING_ALLOWED", "NAN_LOGITS"
     assert {FinishReason[name] for name in expected} <= reasons
-    assert_given_back(engine)
+    assert_released(engine)
 
 
-def test_what_an_engine_cannot_steer_is_refused():
+def test_invalid_variants_and_processors_are_refused():
     engine = make_engine(logits_processor=make_automata(0, 3, VOCABULARY))
     for variant in (3, -2):
         with pytest.raises(RequestRefused, match=r"-1 \(none\) or below 3"):

@@ -37,7 +37,7 @@ def make_engine(cache, model=mixed_model):
     )
 
 
-def test_texts_are_those_of_the_model_in_scarce_pools():
+def test_windowed_requests_in_scarce_pools_equal_the_model():
     """Full layers have 20 blocks, for three texts of up to eleven."""
     engine = make_engine(grouped_cache([48, 48], prefix_caching=True))
     results = engine.generate([*PROMPTS, PROMPTS[0]])

@@ -20,7 +20,7 @@ from support.small_attention_model import (
 from support.small_caches import copied, small_cache
 from support.small_engines import (
     assert_alone,
-    assert_given_back,
+    assert_released,
     draw_request,
     expected,
     make_engine,
@@ -101,7 +101,7 @@ def test_a_step_that_raises_fails_the_requests_in_it(monkeypatch, caplog, place,
     assert engine.stats().failed == states.count(RequestStatus.FAILED)
     assert programs.run_window._cache_size() == num_compiled
     assert caplog.text.count("requests failed") == 1
-    assert_given_back(engine, free_rows=22)
+    assert_released(engine, free_rows=22)
 
 
 @pytest.mark.one_end
@@ -115,7 +115,7 @@ def test_after_an_interrupt_the_engine_can_go_on(monkeypatch, caplog):
             engine.results(number)
     assert engine.state(number) == RequestStatus.FAILED and not caplog.text
     assert len(engine.generate([[1, 2]], max_new_tokens=3)[0].tokens) == 3
-    assert_given_back(engine, free_rows=22)
+    assert_released(engine, free_rows=22)
 
 
 def test_an_engine_ends_if_a_step_loses_the_pool(monkeypatch):
@@ -161,7 +161,7 @@ def test_a_raising_detokenizer_fails_its_own_request(error):
     # Of one stop string the letters are no stops of their own.
     found = engine.results(engine.submit([1], stop_strings="x!", **request))[0]
     assert (found.text, found.reason) == ("x" * 6, FinishReason.LENGTH)
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 @pytest.mark.one_end
@@ -170,9 +170,9 @@ def test_a_slow_detokenizer_holds_no_request_up():
     was_free = []
 
     def try_lock():
-        was_free.append(engine._turns.lock.acquire(blocking=False))
+        was_free.append(engine._runner.lock.acquire(blocking=False))
         if was_free[-1]:
-            engine._turns.lock.release()
+            engine._runner.lock.release()
 
     def decode(ids):
         thread = threading.Thread(target=try_lock)
@@ -236,7 +236,7 @@ def test_a_lost_consumer_cancels_a_slow_one_does_not():
     found = engine.results(left)[0]
     assert found.reason == FinishReason.CANCELLED
     assert found.tokens == alone[1][: len(found.tokens)] and first[1] == alone[1][0]
-    assert_given_back(engine)
+    assert_released(engine)
     with pytest.raises(ValueError, match="must have one sequence"):
         engine.stream(engine.submit([1], n=2))
     engine.close()
@@ -258,7 +258,7 @@ def test_time_runs_out_where_a_request_is():
     assert reasons == [FinishReason.DEADLINE] * 2 + [FinishReason.LENGTH]
     assert 0 < len(found[0].tokens) < 12 and found[1].tokens == []
     assert engine.state(running) == RequestStatus.CANCELLED
-    assert_given_back(engine, free_rows=1)
+    assert_released(engine, free_rows=1)
     now[0] = 7.1
     with pytest.raises(KeyError, match="expired"):
         engine.results(running)
@@ -281,7 +281,7 @@ def test_no_more_wait_than_may_and_results_are_bounded():
     run_all(engine)
     known = [n for n in range(14) if _is_known(engine, n)]
     assert len(known) == 3 and numbers[0] not in known
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 def _is_known(engine, number):
@@ -321,12 +321,12 @@ def test_many_requests_leave_memory_and_blocks_free():
     assert arrays_after == arrays
     # A request that is remembered takes 3 KB. (benchmarks/soak.py serves 100,000.)
     assert memory_after - memory < 200 * 1000
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 @pytest.mark.further
 @pytest.mark.one_end
-def test_a_text_whose_numbers_broke_ends_alone():
+def test_a_request_with_nan_logits_ends_alone():
     """Of sixteen, by attention in loops, as calls that are not small have it."""
     model = functools.partial(attention_model, implementation="xla")
     sound = attention_params()

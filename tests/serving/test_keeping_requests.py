@@ -60,7 +60,7 @@ def found(engine):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_what_was_kept_is_found_behind_all_that_was_not(keep):
+def test_retained_blocks_outlive_unretained_ones(keep):
     engine = engine_of_classes()
     number = engine.submit(TEXT, max_new_tokens=5, keep=keep)
     first = engine.results(number)[0].tokens

@@ -85,7 +85,7 @@ def test_a_program_is_found_only_for_its_own_inputs(kept, tmp_path):
 
 
 @pytest.mark.one_end
-def test_what_cannot_be_read_is_compiled_again(kept, caplog):
+def test_unreadable_programs_are_recompiled(kept, caplog):
     expected, _ = run(kept)
     (path,) = pathlib.Path(kept.folder).iterdir()
     path.write_bytes(path.read_bytes()[:100])
@@ -95,13 +95,13 @@ def test_what_cannot_be_read_is_compiled_again(kept, caplog):
 
 
 @pytest.mark.one_end
-def test_what_cannot_be_written_is_not_kept(tmp_path, caplog):
+def test_unwritable_programs_are_not_stored(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert run(KeptPrograms("double", folder=tmp_path / "file" / "below"))[1] == 1
     assert "could not save" in caplog.text
 
 
-def test_what_jax_had_kept_before_is_kept_whole(kept):
+def test_programs_from_the_jax_cache_are_stored_whole(kept):
     """Read by XLA and written again, an executable would lack its functions."""
     expected, _ = run(None)
     run(None)  # from the cache that the tests have, if any

@@ -36,7 +36,7 @@ def begin_three(engine):
     return [*numbers, engine.submit(PROMPT)]
 
 
-def test_what_runs_goes_on_and_what_waits_finds_nothing_old():
+def test_new_weights_keep_running_requests_and_drop_cached_prefixes():
     engine = make_engine()
     *running, waiting = begin_three(engine)
     assert engine.update_params(weights(1)) == 1
@@ -56,7 +56,7 @@ def test_what_runs_goes_on_and_what_waits_finds_nothing_old():
     assert {*read_ages([*PROMPT, *old], found)} == {1}
 
 
-def test_what_runs_is_computed_again_where_it_shall_be():
+def test_recompute_restarts_running_requests_under_new_weights():
     engine = make_engine()
     *running, waiting = begin_three(engine)
     engine.update_params(weights(5), recompute=True, version=5)
@@ -68,7 +68,7 @@ def test_what_runs_is_computed_again_where_it_shall_be():
     assert engine.stats().recomputed_tokens > 0
 
 
-def test_what_is_cached_is_found_where_the_caller_says_so():
+def test_keep_cached_keeps_prefix_hits_under_new_weights():
     engine = make_engine()
     *running, waiting = begin_three(engine)
     engine.update_params(weights(1), keep_cached=True)
@@ -96,7 +96,7 @@ def test_samples_that_share_a_prompt_share_its_version():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_text_attends_to_older_blocks_than_it_says(seed):
+def test_context_versions_bound_the_attended_blocks(seed):
     """Requests that begin alike, preempted and cancelled, under many updates."""
     rng, engine = np.random.default_rng(seed), make_engine()
     asked, version, traces = {}, 0, None

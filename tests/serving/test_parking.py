@@ -186,7 +186,7 @@ def test_a_refused_request_leaves_its_text_parked():
     assert found.tokens == alone([*text, 5], 2)
 
 
-def test_what_cannot_be_parked_is_refused():
+def test_invalid_parking_is_refused():
     engine = make_engine()
     with pytest.raises(KeyError):
         engine.park(3)
@@ -222,7 +222,7 @@ def test_copies_beyond_the_most_are_forgotten():
     assert num_found == [16, 20]  # the last block of the oldest was dropped
 
 
-def test_what_is_on_the_host_outlives_a_failed_step():
+def test_parked_host_copies_outlive_a_failed_step():
     engine = make_engine(park_seconds=0.0)
     number, text = park_one(engine)
     engine.generate([[1]], max_new_tokens=1)

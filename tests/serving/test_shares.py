@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from support.small_engines import (
     AHEAD,
     RUNNING,
-    assert_given_back,
+    assert_released,
     make_engine,
     run_all,
 )
 
 from jkv.serving import QueueFull, RequestRefused
-from jkv.serving.scheduler.measures import MOST_WAIT_SECONDS, NextRoom, Rate
+from jkv.serving.scheduler.measures import MOST_WAIT_SECONDS, QueueWait, Rate
 from jkv.serving.scheduler.queue import Waiting
 
 pytestmark = pytest.mark.one_end
@@ -142,7 +142,7 @@ def flood(waiting, asked, client, count):
     st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
     st.lists(st.integers(1, 100), min_size=4, max_size=4),
 )
-def test_who_waits_all_the_time_gets_its_share(shares, costs):
+def test_backlogged_clients_get_their_shares(shares, costs):
     """No two are ever further apart than one prompt of each, over their shares."""
     shares, costs = (dict(zip(CLIENTS, each, strict=True)) for each in (shares, costs))
     waiting, asked = Waiting(shares), {}
@@ -186,7 +186,7 @@ def test_an_idle_client_saves_nothing_up():
     assert serve(waiting, asked, dict(a=10, b=10, c=10), 4) == dict(a=0, b=30, c=10)
 
 
-def test_of_equals_the_one_goes_next_whose_first_came_first():
+def test_ties_are_served_in_order_of_arrival():
     waiting, asked = Waiting({}), {}
     for client in ("a", "b", "a"):
         flood(waiting, asked, client, 1)
@@ -194,7 +194,7 @@ def test_of_equals_the_one_goes_next_whose_first_came_first():
     assert [asked[waiting.pop()] for _ in range(2)] == ["b", "a"]
 
 
-def test_those_who_left_take_no_room():
+def test_idle_clients_take_no_memory():
     """Lines of many clients that come once each, and priorities likewise."""
     waiting, asked = Waiting({}), {}
     flood(waiting, asked, "a", 3)
@@ -240,13 +240,13 @@ def test_a_flood_of_one_client_holds_no_other_up():
             engine.step()
             turns[name] += 1
         run_all(engine)
-        assert_given_back(engine)
+        assert_released(engine)
     ahead = math.ceil((RUNNING + AHEAD) / RUNNING)
     assert turns["few"] <= 2 * ahead + 2
     assert turns["many"] >= 60 / RUNNING > 2 * turns["few"]
 
 
-def test_tokens_are_shared_out_as_the_shares_say():
+def test_tokens_are_divided_by_the_shares():
     """Of two floods, one with long prompts and texts, the other with short ones."""
     engine = make_engine(shares={"long": 3.0})
     clients = {}
@@ -279,7 +279,7 @@ def test_names_of_clients_are_texts_numbers_or_none():
     assert engine.stats().finished == 3
 
 
-def test_each_who_is_refused_is_told_a_time_of_its_own():
+def test_queue_full_estimates_grow_per_client_refusal():
     now = [100.0]
     engine = make_engine(max_waiting=8, clock=lambda: now[0])
     refused = []
@@ -299,7 +299,7 @@ def test_each_who_is_refused_is_told_a_time_of_its_own():
 
 
 def test_waits_follow_how_fast_requests_begin():
-    begun, room = Rate(), NextRoom()
+    begun, room = Rate(), QueueWait()
     assert room.find_wait(begun, 0.0) == 1.0
     for now in range(6):
         begun.add(4, float(now))
@@ -312,7 +312,7 @@ def test_waits_follow_how_fast_requests_begin():
 
 def test_waits_fall_when_requests_begin_faster():
     """The newest rate replaces places that were promised while it was slow."""
-    begun, room = Rate(), NextRoom()
+    begun, room = Rate(), QueueWait()
     begun.add(1, 0.0)
     begun.add(1, 8.0)
     waits = [room.find_wait(begun, 8.0) for _ in range(20)]

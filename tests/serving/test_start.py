@@ -17,7 +17,7 @@ pytestmark = pytest.mark.one_end
 MOST_PROMPT_TOKENS = 8192
 WINDOWS = {"one pool": [None], "three": [8, None, 32]}
 # Of a step with a token for each sequence, of the sizes of steps with prompts, and of
-# the sizes of steps that check guesses.
+# the sizes of verification steps.
 MOST_COPIES = 8
 
 

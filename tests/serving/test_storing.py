@@ -12,7 +12,7 @@ import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
 from jkv.serving.request import request as requests
-from jkv.serving.request.request import Domains
+from jkv.serving.request.request import SaltNumbers
 from jkv.serving.scheduler import retention as storing_module
 
 pytestmark = pytest.mark.one_end
@@ -30,7 +30,7 @@ def play(engine, prompts=PROMPTS, rounds=3):
     return results
 
 
-def test_what_the_pool_loses_is_found_again():
+def test_evicted_blocks_are_restored():
     expected = play(make_engine(free_blocks=FREE_BLOCKS))
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
@@ -91,7 +91,7 @@ def test_random_requests_are_answered_as_without_a_store(seed):
     assert engine.stats().restored_tokens > 0
 
 
-def test_a_later_engine_finds_what_an_earlier_one_left_in_a_folder(tmp_path):
+def test_a_later_engine_restores_blocks_from_the_folder(tmp_path):
     def make():
         store = jkv.BlockStore(
             2**12, folder=tmp_path, max_folder_bytes=2**20, version="a"
@@ -117,7 +117,7 @@ def folder_of(path, **fields):
 
 
 def hash_of(text):
-    numbers = Domains()
+    numbers = SaltNumbers()
     return numbers.name(numbers.number(text))
 
 
@@ -166,7 +166,7 @@ def test_engines_of_one_store_object_share_no_block_of_other_weights():
     assert count_restored(old) == count_restored(new) == 12
 
 
-def test_weights_are_named_by_whom_it_is_said(tmp_path):
+def test_store_version_names_the_weights(tmp_path):
     """With one name they share, for any weights; with different names they do not."""
     fill(folder_of(tmp_path), 0, store_version="a")
     for name, restored in (("a", 12), ("b", 0), (None, 0)):
@@ -183,7 +183,7 @@ def test_weights_are_named_by_whom_it_is_said(tmp_path):
         folder_of(tmp_path)
 
 
-def test_blocks_of_several_weights_are_kept_from_those_of_one(tmp_path):
+def test_blocks_of_mixed_weights_have_their_own_store_version(tmp_path):
     """With keep_cached stored blocks remain, under a name of their own."""
     store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
     engine = make_versioned(store=store, store_share=1.0)
@@ -232,14 +232,14 @@ def test_salts_are_texts_or_numbers_from_0():
     engine.submit(TEXT, salt="another")  # a refused request changes nothing
     with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
         engine.submit(TEXT, salt=1.0)
-    numbers = Domains()
+    numbers = SaltNumbers()
     assert numbers.number("\ud800") == -1 and numbers.number("a") == -2
     assert numbers.name(7) == 7 and numbers.name(-3) is None
 
 
 def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
     monkeypatch.setattr(requests, "MOST_TEXTS", 2)
-    numbers = Domains()
+    numbers = SaltNumbers()
     first = [numbers.number(text) for text in "abac"]
     assert first == [-1, -2, -1, -3] and numbers.number("b") == -4
     assert [numbers.name(number) is None for number in (-1, -2, -3, -4)] == [
@@ -253,22 +253,22 @@ def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
     for salt in "abc":
         engine.results(engine.submit(TEXT, salt=salt))
     engine.close()
-    left = {domain for _, domain in store._roots}
+    left = {salt for _, salt in store._roots}
     assert left == {hash_of(text) for text in "bc"}
 
 
 @pytest.mark.parametrize("copying, restored", [(1.0, 0), (1e-4, 8)])
-def test_what_copies_slower_than_it_computes_is_computed(copying, restored):
+def test_slow_restores_are_replaced_by_computation(copying, restored):
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
     play(engine, rounds=1)
-    storing = engine._scheduler.storing
-    storing._copying = storing_module._Pace(copying, num_timed=2)
-    storing._computing = storing_module._Pace(1e-3, num_timed=2)
+    offloading = engine._scheduler.offloading
+    offloading._copying = storing_module._Pace(copying, num_timed=2)
+    offloading._computing = storing_module._Pace(1e-3, num_timed=2)
     engine.generate(PROMPTS[:1], max_new_tokens=1)
     assert engine.stats().restored_tokens == restored
     if not restored:  # and is tried again in the end
-        assert storing._copying.seconds < copying
+        assert offloading._copying.seconds < copying
 
 
 def test_short_prompts_are_weighed_against_copying_too():
@@ -325,7 +325,7 @@ def test_states_come_back_with_their_blocks(kind):
     assert engine.stats().restored_tokens > 0
 
 
-def test_what_cannot_be_stored_is_refused():
+def test_invalid_stores_are_refused():
     store = jkv.BlockStore(2**20)
     with pytest.raises(ValueError, match="no prefix index"):
         plain = jkv.CacheConfig(

@@ -156,7 +156,7 @@ def test_work_is_bounded_where_bytes_form_no_character(name, of, size):
 
 
 @pytest.mark.parametrize("decode", [decode, decode_runs])
-def test_the_end_is_what_whole_decoding_gives(decode):
+def test_streamed_text_equals_whole_decoding(decode):
     """A character U+FFFD stays, and of half a character one is left."""
     for tokens in (as_bytes("\ufffd"), [0, *as_bytes("\u3042\ufffd")]):
         stream = TextStream(decode, [], ["STOP"])

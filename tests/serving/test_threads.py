@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.small_engines import (
     assert_alone,
-    assert_given_back,
+    assert_released,
     draw_request,
     make_engine,
 )
@@ -47,7 +47,7 @@ def test_threads_submit_and_wait_together(has_thread):
     assert not errors and len(done) == 32
     for request, found in done:
         assert_alone(found, request)
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 def test_an_event_loop_reads_along():
@@ -85,7 +85,7 @@ def test_an_event_loop_reads_along():
             assert told[i] == found.tokens[: len(told[i])]
             if i % 4 != 3:
                 assert told[i] == found.tokens
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 async def _read_all(events):
@@ -107,22 +107,22 @@ def test_a_closed_event_loop_is_a_consumer_that_left():
     loop.close()
     engine.close()
     assert engine.state(number) in (RequestStatus.CANCELLED, RequestStatus.FINISHED)
-    assert_given_back(engine)
+    assert_released(engine)
 
 
-def test_closing_cancels_what_goes_on():
+def test_closing_cancels_unfinished_requests():
     with make_engine(checks=False) as engine:
         numbers = [engine.submit([i], max_new_tokens=12) for i in range(20)]
     reasons = {engine.results(number)[0].reason for number in numbers}
     assert FinishReason.CANCELLED in reasons
-    assert_given_back(engine)
+    assert_released(engine)
     # It can go on without its thread, and with a new one.
     assert len(engine.generate([[1]], max_new_tokens=2)[0].tokens) == 2
     with engine:
         assert len(engine.generate([[1]], max_new_tokens=2)[0].tokens) == 2
 
 
-def test_those_who_wait_hear_of_a_failure():
+def test_waiting_callers_receive_the_failure():
     engine = make_engine(checks=False)
     engine.warm_up()
 

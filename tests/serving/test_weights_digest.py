@@ -64,7 +64,7 @@ class Settings:
         return f"<Settings {self.base} at {hex(id(self))}>"
 
 
-def test_what_a_model_is_made_of_changes_it():
+def test_model_closures_change_the_digest():
     turns = np.arange(3000.0)
     other = turns.copy()
     other[1500] = 0

@@ -67,7 +67,7 @@ def expect(model, prompt, salt):
 
 
 @pytest.mark.parametrize("where", ["memory", "folder", "both"])
-def test_what_was_put_is_found_to_the_bit(where, tmp_path):
+def test_stored_blocks_are_found_bit_identical(where, tmp_path):
     """A dictionary of texts is the reference; the folder has all that memory lacks."""
     max_bytes = {"memory": 2**30, "folder": 0, "both": 2000}[where]
     in_folder = dict(folder=tmp_path, max_folder_bytes=2**30)
@@ -92,9 +92,9 @@ def test_what_was_put_is_found_to_the_bit(where, tmp_path):
             assert store.count(list(prompt), salt) == max(held, default=0)
             num_found += len(found)
     assert num_found > 20
-    for salt in range(2, 9):  # domains that nobody stored anything in
+    for salt in range(2, 9):  # salts without stored blocks
         assert store.find([1] * 9, salt) is None
-    assert {domain for _, domain in store._roots} <= {0, 1}
+    assert {salt for _, salt in store._roots} <= {0, 1}
     store.clear()
     assert store.nbytes == store.num_blocks == store.folder_bytes == 0
 
@@ -129,7 +129,7 @@ def test_a_smaller_context_takes_the_blocks_that_it_can_reach():
     assert jkv.restore(cache, spilled)[1] == 0
 
 
-def test_a_prompt_whose_beginning_the_cache_has_brings_only_the_rest():
+def test_find_skips_the_cached_prefix():
     text = tuple(range(13))
     store = jkv.BlockStore(2**20)
     store.put(spilled_of((text,)))
@@ -342,7 +342,7 @@ def test_a_file_that_cannot_be_removed_stops_no_other(tmp_path, monkeypatch):
     assert sum(path.stat().st_size for path in files) <= 6000
 
 
-def test_a_store_reads_what_others_put_into_its_folder(tmp_path):
+def test_a_store_reads_blocks_of_other_processes(tmp_path):
     """A process that only reads knows the layout as soon as there is one."""
     fields = dict(folder=tmp_path, max_folder_bytes=2**20)
     reader = jkv.BlockStore(2**20, **fields)
@@ -460,7 +460,7 @@ def test_a_process_that_is_killed_leaves_whole_files(tmp_path):
     assert not [*tmp_path.glob(".*.tmp")]
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path):
+def test_mismatched_layouts_are_refused_by_name(tmp_path):
     spilled = spilled_of(((1,) * 9,))
     wider = small_cache(num_blocks=24, prefix_caching=True, head_dim=16)
     with pytest.raises(ValueError, match=r"block\.0\.key_pool is .*, in this cache"):

@@ -182,7 +182,7 @@ class TestFiles:
         assert repr(loaded) == repr(cache)
         assert_stored(write_text(loaded, 3, [7]), {3: [*B[:12], 7]})
 
-    def test_what_the_file_says(self, tmp_path):
+    def test_files_record_groups_and_constants(self, tmp_path):
         cache = busy()
         jkv.save(tmp_path / "cache", cache)
         with safetensors.safe_open(tmp_path / "cache", framework="np") as file:
@@ -270,7 +270,7 @@ class TestSwapping:
         served, back = jkv.swap_in(jkv.resize(small, (2, 3)), swapped)
         assert_stored(served, {int(back.seq_ids[0]): B[:12]})
 
-    def test_what_does_not_fit_together_is_said(self):
+    def test_mismatched_groups_are_refused(self):
         _, swapped = jkv.swap_out(busy(), 0)
         plain = jkv.init(make_config().groups[1])
         with pytest.raises(UsageError, match="must have 2 groups .* got one"):
@@ -336,7 +336,7 @@ class TestNewPools:
             jkv.resize(cache, (20, 0))
 
 
-def test_a_group_can_be_told_from_another():
+def test_groups_are_distinguishable_in_assertions():
     """Results of `assert_same` and `assert_stored` for groups in another order."""
     cache = busy()
     first, second = cache.metadata.groups

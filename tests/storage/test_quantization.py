@@ -159,7 +159,7 @@ class TestRows:
 
 class TestContents:
     @pytest.mark.parametrize("kind", few(KINDS, "fp8", "int8 and int4"))
-    def test_read_is_what_was_written(self, kind):
+    def test_read_returns_the_written_values(self, kind):
         cache = filled(kind)
         for layer in range(cache.num_layers):
             keys, values, length = jax.device_get(jkv.read(cache, layer, 1))

@@ -189,7 +189,7 @@ def apart(cache, seq_ids):
 
 
 @pytest.mark.parametrize("kind", with_further(KINDS, *LATER))
-def test_what_was_saved_is_loaded(tmp_path, kind):
+def test_load_restores_the_saved_cache(tmp_path, kind):
     cache = live(jkv.init(KINDS[kind]))
     jkv.check(cache)
     jkv.save(tmp_path / "cache", cache)

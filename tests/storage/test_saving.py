@@ -89,7 +89,7 @@ class TestAWholeCache:
         assert jkv.tokens(loaded, 0).tolist()[:6] == [40, 41, 42, 43, 44, 45]
 
     def test_the_prefix_index_goes_on(self, path):
-        """Live and cached blocks of two domains; all of the index is in use."""
+        """Live and cached blocks of two salts; all of the index is in use."""
         cache = small_cache(prefix_caching=True)
         fresh = jax.tree.leaves(cache.metadata.index)
         prompt = list(range(40, 50))
@@ -224,7 +224,7 @@ class TestSequences:
 
 class TestTheFile:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-    def test_is_what_others_read_as_safetensors(self, path, dtype):
+    def test_files_are_readable_as_safetensors(self, path, dtype):
         cache = busy(dtype=dtype)
         jkv.save(path, cache)
         with safetensors.safe_open(path, framework="np") as file:

@@ -181,7 +181,7 @@ class TestSharing:
         expected = [list(range(9)), list(range(9)), [*range(9), 901]]
         assert [stored_tokens(cache, int(i)) for i in back.seq_ids] == expected
 
-    def test_with_those_that_stay(self):
+    def test_swap_out_shared_blocks_with_an_open_sequence(self):
         cache, _ = fork(opened(9), [0])
         stays = table(cache, 1)
         cache, swapped = jkv.swap_out(cache, 0)
@@ -285,7 +285,7 @@ class TestDecodingGoesOn:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=NAME)
     @pytest.mark.one_end
-    def test_one_in_the_same_cache_and_those_that_stayed(self, dtype):
+    def test_swap_in_into_the_same_cache(self, dtype):
         cache = self.filled(dtype)
         expected = attended(cache, [2, 0, 4], dtype)
         cache, swapped = jkv.swap_out(cache, 2)
@@ -459,7 +459,7 @@ class TestTheHostValue:
 
 @pytest.mark.one_end
 class TestCost:
-    def test_storage_is_given_up_only_if_asked(self):
+    def test_swap_in_donates_only_on_request(self):
         _, swapped = jkv.swap_out(opened(9), 0)
         cache = small_cache(record_tokens=True)
         before = state(cache)
@@ -523,7 +523,7 @@ class TestWithAPrefixIndex:
         assert jkv.tokens(other, seq_id)[:9].tolist() == list(range(40, 49))
         assert stored_tokens(other, seq_id) == list(range(40, 49))
 
-    def test_what_was_visible_stays_behind(self):
+    def test_swapped_out_prefixes_stay_cached(self):
         """Others find it until the pool needs it; the restored text adds no entry."""
         cache = small_cache(prefix_caching=True)
         prompt = list(range(40, 49))

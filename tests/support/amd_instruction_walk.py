@@ -42,7 +42,7 @@ def walk(loop: list[str], memory_latency: int) -> Step:
 
     Args:
       loop: its lines, labels and comments too.
-      memory_latency: cycles from a load of the card's memory to its answer.
+      memory_latency: cycles from a load of the GPU's memory to its answer.
     """
     instructions = [
         line.split(";")[0].split(None, 1)
@@ -88,7 +88,7 @@ def walk(loop: list[str], memory_latency: int) -> Step:
 
 
 def count_round_trips(loop: list[str]) -> float:
-    """Return how often a trip of a loop waits for the card's memory, one after another.
+    """Return how often a trip of a loop waits for the GPU's memory, one after another.
 
     With a latency so long that nothing else counts, a trip takes so many of them.
     """

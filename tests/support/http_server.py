@@ -43,7 +43,7 @@ class Poisonable(pretrained.Decoder):
         return jnp.where(is_poison[:, None], jnp.nan, logits), cache
 
 
-def load_served(folder):
+def load_served(folder, sizes=SIZES):
     """Load the bundled model as the servers do, from a copy that can chat."""
 
     def load(*arguments, **options):
@@ -55,7 +55,7 @@ def load_served(folder):
     add_a_token(folder / "tokenizer.json")
     parser = argparse.ArgumentParser()
     loading.add_options(parser)
-    options = parser.parse_args([*SIZES.split(), "--model", str(folder)])
+    options = parser.parse_args([*sizes.split(), "--model", str(folder)])
     # Executables that are kept are known by the model's name, which is not this one's.
     changes = dict(load=load, keep_programs=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:

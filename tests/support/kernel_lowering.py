@@ -30,7 +30,7 @@ from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.formats.format import Formats
 from jkv.formats.table import FORMATS
 
-# JAX wants a card to be named. These are cut like the ones that are not known.
+# JAX wants a GPU to be named. These are cut like the ones that are not known.
 _ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}
 
 PALLAS = Way()
@@ -62,7 +62,7 @@ def pretend(platform):
 
 
 def mesh_of_cards(platform, axes, axis_type):
-    """A mesh of cards that are not there, with axes of these names and sizes."""
+    """A mesh of GPUs that are not there, with axes of these names and sizes."""
     from jax.sharding import AbstractDevice, AbstractMesh
 
     options = {}

@@ -136,7 +136,7 @@ FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
 FEW += [(128, 128, {**FOUR_BITS, **HARDEST})]
 FEW += [(128, 128, {"dtype": "float32", **HARDEST})]
-# Where the code runs, the card that was known when it was traced, and which shapes.
+# Where the code runs, the GPU that was known when it was traced, and which shapes.
 TARGETS = [
     *(("rocm", t, t, SHAPES) for t in ("gfx90a", "gfx942", "gfx950")),
     *(("rocm", t, t, SHAPES) for t in ("gfx1100", "gfx1201")),

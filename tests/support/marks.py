@@ -15,7 +15,7 @@ import numpy as np
 from jkv.config import grouped_config
 from jkv.config.counts import ArrayLayout
 from jkv.making import initialization
-from jkv.metadata.part import Done
+from jkv.metadata.part import Served
 
 
 class Sizes(NamedTuple):
@@ -91,7 +91,7 @@ class MarkStorage:
     def with_sharding(self, _sharding):
         return self
 
-    def meaning(self, _path):
+    def encoded_dtype(self, _path):
         return None
 
     def divide(self, _mesh, _heads, _context):
@@ -117,13 +117,13 @@ class SwappedMarks:
     num_blocks = num_filled_blocks = 0
     rows: np.ndarray  # i32[L, B, W]
 
-    def meaning(self, _path):
+    def encoded_dtype(self, _path):
         return None
 
     def fits(self, _columns):
         return True
 
-    def brought(self, _columns):
+    def to_enter(self, _columns):
         return None
 
     def compare(self, cache, number, _lengths):
@@ -200,7 +200,7 @@ class Plan(NamedTuple):
     def release(self, metadata, _served):
         return metadata
 
-    def apply(self, metadata, done: Done):
+    def apply(self, metadata, done: Served):
         if self.parents is None:
             return metadata, None
         return metadata, Moves(done.rows(metadata), self.parents)

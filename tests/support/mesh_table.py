@@ -1,4 +1,4 @@
-"""Functions on meshes: a call for each row of the table in docs/how-to/devices.md.
+"""Functions on meshes: a call for each row of the table in docs/how-to/sharding.md.
 
 A play takes caches, prompts and weights, and returns the cache and arrays that are the
 same on any devices.

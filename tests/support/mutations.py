@@ -118,9 +118,9 @@ MUTATIONS = (
         "same = theirs.salts == theirs.salts",
     ),
     Mutation(
-        "hit-in-another-domain",
+        "hit-in-another-salt",
         "metadata",
-        "A block of another domain whose hash is right is taken for a hit.",
+        "A block of another salt whose hash is right is taken for a hit.",
         "same &= theirs.salts == prefixes.salts",
         "same &= theirs.salts == theirs.salts",
     ),
@@ -295,8 +295,8 @@ MUTATIONS = (
         "revived-blocks-counted-as-free",
         "verbs",
         "Cached blocks that a prompt revives are promised to later requests as well.",
-        "Lack.of(group, fresh + revivals.costs, wants)",
-        "Lack.of(group, fresh, wants)",
+        "Demand.of(group, fresh + revivals.costs, wants)",
+        "Demand.of(group, fresh, wants)",
     ),
     Mutation(
         "reorder-gives-up-its-own-past",
@@ -396,9 +396,9 @@ MUTATIONS = (
         "-(-max(int(self.lengths[row]), 0) // self.group.block_size)",
     ),
     Mutation(
-        "check-overlooks-another-domain",
+        "check-overlooks-another-salt",
         "inspection",
-        "check does not notice that a block and its parent are of different domains.",
+        "check does not notice that a block and its parent have different salts.",
         "parent != nothing and salts[parent] != salts[block]",
         "parent != nothing and salts[block] != salts[block]",
     ),
@@ -770,8 +770,8 @@ MUTATIONS = (
         "a-consumer-leaves-unnoticed",
         "serving",
         "Who closes a stream leaves its request running.",
-        "return read_events(self._turns, state, self._scheduler.cancel)",
-        "return read_events(self._turns, state, lambda state: None)",
+        "return read_events(self._runner, state, self._scheduler.cancel)",
+        "return read_events(self._runner, state, lambda request: None)",
     ),
     Mutation(
         "results-are-kept-for-ever",
@@ -856,7 +856,7 @@ MUTATIONS = (
     Mutation(
         "snapshot-of-a-forgotten-text-found",
         "metadata",
-        "A domain that was invalidated keeps its snapshots.",
+        "A salt that was invalidated keeps its snapshots.",
         "salt is None or known.salts == salt",
         "salt is None or known.salts != known.salts",
     ),
@@ -913,7 +913,7 @@ MUTATIONS = (
         "held-prompt-is-taken-over",
         "decoding",
         "The first of the samples that wait takes the held prompt from the others.",
-        "may_take = ~gather(has_more_samples(state, loads), lanes.prompts)",
+        "may_take = ~gather(has_more_samples(state, active), lanes.prompts)",
         "may_take = jnp.ones_like(lanes.forks)",
     ),
     # Pruning.
@@ -952,7 +952,7 @@ MUTATIONS = (
         "verbs",
         "The positions of a batch start again at the slots after a prune.",
         "positions += dropped",
-        "positions += 0",
+        "positions += 0 * dropped",
     ),
     Mutation(
         "fork-forgets-dropped-tokens",
@@ -1010,8 +1010,8 @@ MUTATIONS = (
         "guess-processed-one-token-late",
         "decoding",
         "A draft token is processed with the state before it, not after it.",
-        "row_of = rows.places * (guesses.shape[1] + 1) + rows.before",
-        "row_of = rows.places * (guesses.shape[1] + 1) + jnp.maximum("
+        "row_of = rows.places * (drafted.shape[1] + 1) + rows.before",
+        "row_of = rows.places * (drafted.shape[1] + 1) + jnp.maximum("
         "rows.before - 1, 0)",
     ),
     Mutation(
@@ -1095,8 +1095,8 @@ MUTATIONS = (
         "chunk-ends-inside-a-span",
         "decoding",
         "A chunk ends wherever its rows end.",
-        "counts = state.end_at_spans(loads, shorter, counts) if has_spans else shorter",
-        "counts = shorter",
+        "counts = state.end_at_spans(active, shorter, counts) if",
+        "counts = shorter if",
     ),
     Mutation(
         "private-span-finds-causal-keys",

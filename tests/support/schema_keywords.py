@@ -8,7 +8,7 @@ texts that are not), texts parted by blanks.
 
 from support.paths import ROOT
 
-PAGE = ROOT / "docs" / "how-to" / "grammars.md"
+PAGE = ROOT / "docs" / "how-to" / "structured-output.md"
 BEGIN, END = "<!-- keywords -->\n", "<!-- end -->\n"
 
 ONE, TWO = {"const": 1}, {"const": 2}

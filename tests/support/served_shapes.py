@@ -1,8 +1,8 @@
-"""Shapes that have a tile on the card at hand, for tests that run compiled there.
+"""Shapes that have a tile on the GPU at hand, for tests that run compiled there.
 
 Interpreted on a CPU, any shape has one. Tests of the kernel ask `fit` for theirs: the
-shape itself where the card has a tile for it, else wider or narrower heads, else 16-bit
-floats for float32. `JKV_SHAPES_OF=gfx1100` interprets the shapes of a card that is not
+shape itself where the GPU has a tile for it, else wider or narrower heads, else 16-bit
+floats for float32. `JKV_SHAPES_OF=gfx1100` interprets the shapes of a GPU that is not
 there. A test that needs one shape and no other calls `require`, and one that cannot run
 compiled is marked `interpreted`, with the reason.
 """
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jkv.attention.backend import Card, find_gpu
+from jkv.attention.backend import DeviceType, find_gpu
 from jkv.attention.kernel.tiles.table import INTERPRETED, Tuning
 from jkv.attention.kernel.tiles.tuning import find_tuning, why_no_tile, why_not
 from support.kernel_lowering import make_shapes
 
-_INTERPRETED = Card("cpu", None)
+_INTERPRETED = DeviceType("cpu", None)
 
 
-def name_card(target: str) -> Card:
-    """Return the card of a target, such as gfx942 or sm_90."""
-    return Card("rocm" if target.startswith("gfx") else "cuda", target)
+def name_card(target: str) -> DeviceType:
+    """Return the GPU of a target, such as gfx942 or sm_90."""
+    return DeviceType("rocm" if target.startswith("gfx") else "cuda", target)
 
 
 NAMED = os.environ.get("JKV_SHAPES_OF")
@@ -48,7 +48,7 @@ REQUIRED: set[Shape] = set()
 
 
 def fit(shape: Shape) -> Shape:
-    """Return the nearest shape that the card at hand serves."""
+    """Return the nearest shape that the GPU at hand serves."""
     found = find_fit(shape, CARD)
     if found is None:
         raise LookupError(f"{CARD.target} has no tile for {shape} nor for one like it")
@@ -57,14 +57,14 @@ def fit(shape: Shape) -> Shape:
 
 
 def require(shape: Shape) -> None:
-    """Skip the test where the card at hand leaves the shape to the plain path."""
+    """Skip the test where the GPU at hand leaves the shape to the plain path."""
     if reason := why_unserved(shape, CARD):
         pytest.skip(reason)
     REQUIRED.add(shape)
 
 
 def is_served(shape: Shape) -> bool:
-    """Return whether the card at hand has a tile for a shape that was drawn."""
+    """Return whether the GPU at hand has a tile for a shape that was drawn."""
     REQUIRED.add(shape)
     return why_unserved(shape, CARD) is None
 
@@ -83,19 +83,19 @@ def find_tuning_here(shape: Shape) -> Tuning:
     return tuning
 
 
-def find_fit(shape: Shape, card: Card) -> Shape | None:
-    """Return the nearest shape that a card serves, None if there is none."""
+def find_fit(shape: Shape, device: DeviceType) -> Shape | None:
+    """Return the nearest shape that a GPU serves, None if there is none."""
     return next(
-        (each for each in _vary(shape) if why_unserved(each, card) is None), None
+        (each for each in _vary(shape) if why_unserved(each, device) is None), None
     )
 
 
-def why_unserved(shape: Shape, card: Card) -> str | None:
-    """Say why a card has no tile for a shape, None if it has."""
+def why_unserved(shape: Shape, device: DeviceType) -> str | None:
+    """Say why a GPU has no tile for a shape, None if it has."""
     queries, pools = _make_operands(shape)
-    reason = why_not(queries, pools, *card)
+    reason = why_not(queries, pools, *device)
     if reason is None and shape.is_derived:
-        reason = why_no_tile(queries, pools, *card)
+        reason = why_no_tile(queries, pools, *device)
     return reason
 
 

@@ -149,7 +149,7 @@ def assert_alone(completions, request, **pool_of):
         )
 
 
-def assert_given_back(engine, free_blocks=BLOCKS, free_rows=ROWS):
+def assert_released(engine, free_blocks=BLOCKS, free_rows=ROWS):
     """Blocks and rows are free again, others still hold theirs, nothing is left."""
     before, after = pool(free_blocks, free_rows), engine.cache
     jkv.check(after)

@@ -107,7 +107,7 @@ def assembly_of(kernel, target):
 
 
 def attention_loop(kernel, target):
-    """Return the lines of the attention loop of a kernel on one of AMD's cards."""
+    """Return the lines of the attention loop of a kernel on one of AMD's GPUs."""
     stages, _ = _run_backend(kernel, target)
     return find_loop(stages["amdgcn"], *_AMD_LOOPS, _AMD_KINDS)
 

@@ -94,7 +94,7 @@ class TestAllocate:
         _, result = allocate(small_cache(), [14, 15])
         assert names(result.status) == ["OK", "CONTEXT_FULL"]
 
-    def test_can_allocate_is_what_allocate_would_serve(self):
+    def test_can_allocate_agrees_with_allocate(self):
         for cache in (small_cache(), opened(14, 1, 1), opened(9, 1)):
             for counts in [(14, 14, 4), (13, 5, 0), (0, 0, 0), (-2, 15, -1)]:
                 counts = np.array((*counts, -1), np.int32)

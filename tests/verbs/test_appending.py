@@ -177,7 +177,7 @@ class TestBlocks:
 
     @pytest.mark.parametrize("first", range(10))
     @pytest.mark.parametrize("second", [0, 1, 3, 4, 5])
-    def test_of_two_appends_are_those_of_one(self, first, second):
+    def test_two_appends_equal_one(self, first, second):
         cache = grow(opened(first), 0, range(first, first + second))
         assert table(cache, 0) == list(range(-(-(first + second) // 4)))
         assert lengths(cache)[0] == first + second

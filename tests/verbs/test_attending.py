@@ -47,7 +47,7 @@ def test_is_causal_up_to_its_own_position():
 
 
 @pytest.mark.one_end
-def test_padded_rows_see_what_packed_rows_see():
+def test_padded_rows_equal_packed_rows():
     cache, batch = advance(opened(3, 5), [1, 0], 1)
     packed = attended(cache, batch)[:2]
     cache, batch = jkv.append(opened(3, 5), np.array([1, 0], np.int32))
@@ -103,7 +103,7 @@ def test_the_default_scale_is_one_over_root_d():
 
 
 @pytest.mark.one_end
-def test_same_values_whatever_the_order_of_blocks():
+def test_attention_is_independent_of_block_order():
     expected = attended(*advance(opened(0), 0, 10))
     worn, _ = free(opened(4, 8, 4), [1, 0, 2])
     worn, result = allocate(worn, 0)

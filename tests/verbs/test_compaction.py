@@ -321,7 +321,7 @@ class TestResize:
         assert stats.peak_blocks == jkv.stats(cache).peak_blocks
         assert stats.frees == jkv.stats(cache).frees
 
-    def test_what_was_refused_fits_after_growing(self):
+    def test_refused_requests_fit_after_resize(self):
         cache = opened(12, 12, 8)
         cache, refused = allocate(cache, [4])
         assert int(refused.status[0]) == jkv.Status.OUT_OF_BLOCKS
@@ -375,7 +375,7 @@ class TestResize:
                 jkv.resize(cache, wrong)
         assert contents(cache) == contents(churned())
 
-    def test_bytes_are_those_of_the_configuration(self):
+    def test_resized_bytes_equal_the_configuration(self):
         for changes in (dict(), dict(record_tokens=True), dict(prefix_caching=True)):
             for size in (3, 8, 21):
                 cache = jkv.resize(small_cache(**changes), size)
@@ -397,7 +397,7 @@ class TestResize:
         assert jkv.stats(jkv.resize(cache, 30)).peak_blocks == 6
         assert jkv.stats(jkv.resize(cache, 4)).peak_blocks == 4
 
-    def test_said_in_the_log_and_only_outside_jit(self, caplog):
+    def test_logged_only_outside_jit(self, caplog):
         caplog.set_level(logging.INFO, logger="jkv")
         cache = churned()
         jax.jit(jkv.compact)(jkv.compact(cache))

@@ -73,7 +73,7 @@ def test_least_recently_used_go_until_enough_is_free():
     assert evicted == [1, 2, 3, -1] and free_count(after) == 6
 
 
-def test_one_id_or_nobody_is_protected():
+def test_exclude_protects_one_sequence_or_none():
     cache = opened(8, 4)
     assert jkv.least_recently_used(cache, 2).tolist() == [0, 1]
     assert jkv.least_recently_used(cache, 2, exclude=0).tolist() == [1, -1]

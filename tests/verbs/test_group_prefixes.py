@@ -175,7 +175,7 @@ def test_a_block_that_is_written_again_is_not_found():
     assert found.tolist() == [12, 24]
 
 
-def test_a_reused_block_forgets_what_stood_beside_it():
+def test_a_reused_block_loses_its_pair():
     """Four blocks for all tokens: they are known again by another text."""
     cache, _ = allocate(fresh(num_blocks=4), 0)
     cache, _ = free(compute(cache, 0, TEXT[:8]), 0)
@@ -188,7 +188,7 @@ def test_a_reused_block_forgets_what_stood_beside_it():
     assert match(cache, [TEXT[:9], other]) == [0, 15]
 
 
-def test_evicting_what_is_cached_in_each_group():
+def test_evicts_the_oldest_block_of_each_group():
     """The oldest of the windowed blocks is that of column 0, of the others the last."""
     cache = jkv.evict_cached(remembering(), 1)
     assert match(cache, [TEXT[:6], TEXT[:9], TEXT]) == [0, 8, 12]
@@ -216,7 +216,7 @@ def test_no_group_gives_a_block_that_was_promised():
     assert stored(refused, 0, 4)[8:] == TEXT[8:15]
 
 
-def test_rows_attend_to_what_was_found():
+def test_rows_attend_to_prefix_hits():
     """Attention behind a hit is that of the text computed anew."""
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.standard_normal((16, 2, 3)), jnp.float32)

@@ -86,7 +86,7 @@ def same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_groups_say_what_one_cache_says():
+def test_groups_agree_with_one_cache():
     """Random steps and changes; only rolling back below a window is refused more."""
     rng = np.random.default_rng(3)
     plain, groups = plain_cache(), grouped_cache()
@@ -156,7 +156,7 @@ def test_all_groups_serve_a_request_or_none(num_blocks):
 
 
 @pytest.mark.parametrize("num_blocks", [(24, 2), (2, 24)], ids=["windowed", "full"])
-def test_who_lacks_a_block_leaves_its_row(num_blocks):
+def test_out_of_blocks_releases_the_row(num_blocks):
     """One pool has two blocks, and two rows are free: as one cache answers, too."""
     config = grouped_config(num_blocks, max_sequences=2)
     _, opened = jkv.allocate(jkv.init(config), [12, 0, 0])
@@ -164,7 +164,7 @@ def test_who_lacks_a_block_leaves_its_row(num_blocks):
     assert opened.seq_ids.tolist() == [-1, 0, 1]
 
 
-def test_who_is_cut_off_leaves_its_row():
+def test_truncation_below_the_window_releases_the_row():
     """Of a text of 24 tokens the windowed layers have the tokens from 12 on."""
     cache, _ = jkv.allocate(grouped_cache(), [0, 0, 0])
     for _ in range(6):

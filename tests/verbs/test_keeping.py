@@ -93,7 +93,7 @@ def test_a_class_is_the_highest_so_far_and_stays_when_it_is_found_again():
 
 
 @pytest.mark.further
-def test_a_parent_is_of_no_lower_class_than_what_follows_it():
+def test_parents_have_at_least_the_class_of_children():
     cache, opened = allocate(fresh(), 0)
     cache, step = append(cache, 0, 9, tokens=A)
     cache = write_tokens(cache, step, A)
@@ -104,7 +104,7 @@ def test_a_parent_is_of_no_lower_class_than_what_follows_it():
     assert found(pressed(cache, 6), A) == [8]
 
 
-def test_demote_leaves_what_was_used_since_or_is_in_use():
+def test_demote_keeps_recent_and_referenced_blocks():
     cache = played(played(fresh(), A, keep=1), B, keep=2)
     time = int(jkv.clock(cache))
     later = played(cache, A)
@@ -117,7 +117,7 @@ def test_demote_leaves_what_was_used_since_or_is_in_use():
     assert found(pressed(in_use, 6), A, B) == [8, 0]
 
 
-def test_what_is_demoted_stands_where_its_last_use_puts_it():
+def test_demoted_blocks_keep_lru_order():
     """Before B, which was used after it, though B was of class 0 all the while."""
     cache = played(played(fresh(), A, keep=2), B)
     lowered = jkv.demote(cache, jkv.clock(cache))
@@ -180,7 +180,7 @@ def sizes():
     )
 
 
-def test_one_class_is_what_it_was():
+def test_one_class_compiles_the_same_program():
     """No array, no retrace, and `demote` does nothing."""
     cache = small_cache(prefix_caching=True)
     assert cache.metadata.groups[0].free_blocks.kept is None
@@ -188,7 +188,7 @@ def test_one_class_is_what_it_was():
 
 
 @pytest.mark.parametrize("kind", ["wrong ring", "no class", "child above its parent"])
-def test_check_names_what_is_wrong(kind):
+def test_check_names_the_broken_retention_invariant(kind):
     cache = played(fresh(), A, keep=1)
     ring = cache.metadata.groups[0].free_blocks
     child, parent = ring.kept.rings[0].ids[:2].tolist()
@@ -236,7 +236,7 @@ def test_classes_leave_and_come_back(tmp_path):
 
 
 @pytest.mark.further
-def test_what_comes_back_raises_what_leads_up_to_it():
+def test_restored_blocks_raise_the_class_of_parents():
     """The parent was demoted while its child was away."""
     cache = played(fresh(), A, keep=2)
     cache, spilled = jkv.spill(cache, 1)

@@ -98,7 +98,7 @@ class TestTokens:
         assert tokens[length:] == [-1] * (14 - length)
         return tokens[:length]
 
-    def test_are_those_of_the_rows(self):
+    def test_tokens_are_indexed_by_row(self):
         cache, _ = allocate(small_cache(record_tokens=True), [0, 0])
         cache, _ = append(cache, [1, 0], [3, 2], tokens=[5, 6, 7, 8, 9, 0])
         assert jkv.tokens(cache, 1).tolist() == [5, 6, 7] + [-1] * 11
@@ -175,7 +175,7 @@ class TestGroups:
             jkv.block_ids(opened(6), 0, group=1)
         assert jkv.block_ids(opened(6), 0, group=0).tolist() == [0, 1, 8, 8]
 
-    def test_the_fewest_blocks_and_what_all_groups_keep(self):
+    def test_free_blocks_are_the_minimum_over_groups(self):
         cache = self.grown()
         counts = [int(group.free_blocks.count) for group in cache.metadata.groups]
         assert counts == [36, 13] and int(jkv.num_free_blocks(cache)) == 13

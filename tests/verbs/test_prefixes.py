@@ -63,7 +63,7 @@ def found(cache, *rows, salts=0):
     return match(cache, rows, salts)
 
 
-def test_what_a_prompt_finds():
+def test_prompts_hit_whole_and_partial_blocks():
     cache = started(PROMPT)
     for prompt, expected in (
         (PROMPT, 8),  # both full blocks; the rest was not full
@@ -130,7 +130,7 @@ def test_a_sequence_with_a_gap_adds_no_more():
     assert found(cache, PROMPT) == [8]
 
 
-def test_tokens_that_are_not_told_end_the_chain():
+def test_unknown_tokens_end_the_chain():
     cache, _ = allocate(reusing(), 0)
     cache, _ = told(cache, 0, [*PROMPT[:5], -1, *PROMPT[6:]])
     assert found(cache, PROMPT) == [4]
@@ -359,7 +359,7 @@ def test_one_trace_however_the_values_change():
 
 
 @pytest.mark.parametrize("verb", ["match", "evict_cached", "invalidate", "clear"])
-def test_without_an_index_the_error_says_how_to_get_it(verb):
+def test_without_an_index_errors_suggest_prefix_caching(verb):
     cache = small_cache()
     with pytest.raises(ValueError, match="prefix_caching=True"):
         if verb == "match":
@@ -415,7 +415,7 @@ def test_a_block_shared_before_commit_is_not_entered():
     jkv.check(cache)
 
 
-def test_more_may_be_found_than_was_asked_for():
+def test_hits_may_exceed_the_requested_tokens():
     cache, result = allocate(started(PROMPT), 3, tokens=[PROMPT])
     assert result.num_cached.tolist() == [8]
     assert table(cache, 1) == [0, 1] and stored_tokens(cache, 1) == PROMPT[:8]

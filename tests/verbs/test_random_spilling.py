@@ -96,7 +96,7 @@ def test_random_spilling_of_states(name, mode, tmp_path):
 
 @pytest.mark.parametrize("mask", [0, 3], ids=["constant", "two bits"])
 @pytest.mark.one_end
-def test_blocks_come_back_by_their_tokens_whatever_the_hashes(mask, monkeypatch):
+def test_restored_blocks_match_tokens_under_hash_collisions(mask, monkeypatch):
     """Where hashes collide less is found, and never another text's blocks."""
     good = hashing.column_hash
     monkeypatch.setattr(

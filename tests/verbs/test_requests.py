@@ -295,7 +295,7 @@ class TestWhoGetsTheLastBlocks:
         cache, step = append(with_free_blocks(opened(4, 3), 0), [0, 1])
         assert names(step.status) == ["OUT_OF_BLOCKS", "OK"]
 
-    def test_other_refusals_shut_nobody_out(self):
+    def test_other_refusals_do_not_block_later_requests(self):
         cache, result = allocate(with_free_blocks(small_cache(), 3), [MAX, MIN, 12])
         assert names(result.status) == ["CONTEXT_FULL", "INVALID_ARGUMENT", "OK"]
         cache, batch = jkv.append(

@@ -68,12 +68,12 @@ class TestFork:
         assert stored_tokens(cache, 0) == list(range(6))
         jkv.check(cache)
 
-    def test_a_block_is_wanted_only_for_what_is_taken_over(self):
+    def test_fork_needs_a_block_only_for_the_copied_tail(self):
         cache = with_free_blocks(opened(6), 0)
         cache, result = fork(cache, [0, 0], [5, 4])
         assert names(result.status) == ["OUT_OF_BLOCKS", "OK"]
 
-    def test_what_a_child_takes_over_stays_visible(self):
+    def test_inherited_blocks_stay_indexed(self):
         def grow_with_tokens(cache, seq_id, tokens):
             cache, step = append(cache, seq_id, len(tokens), tokens=tokens)
             return write_tokens(cache, step, tokens)
@@ -159,7 +159,7 @@ class TestTruncate:
 
 
 class TestReorder:
-    def test_continues_from_what_the_parent_was(self):
+    def test_reorder_continues_from_the_parent_state(self):
         cache, status = reorder(opened(6, 6, 6), [0, 1, 2], [1, 2, 0])
         assert names(status) == ["OK"] * 3
         assert stored_tokens(cache, 0) == list(range(100, 106))
@@ -188,7 +188,7 @@ class TestReorder:
         assert names(status) == ["OK"]
         assert_unchanged(cache, after)
 
-    def test_gives_back_what_nobody_names_any_more(self):
+    def test_reorder_releases_unreferenced_blocks(self):
         cache, _ = reorder(opened(9, 9), 0, 1)
         assert free_count(cache) == 4  # two shared blocks and two tails
         jkv.check(cache)
@@ -202,7 +202,7 @@ class TestReorder:
         assert names(status) == ["OK", "OK"]
         assert stored_tokens(cache, 1) == stored_tokens(cache, 2) == list(range(6))
 
-    def test_refuses_what_does_not_fit(self):
+    def test_reorder_refuses_without_blocks(self):
         # Sequence 1 has no block to give for a tail, and the pool has none.
         cache = with_free_blocks(opened(6, 0), 0)
         assert_refused(cache, reorder(cache, 1, 0), "OUT_OF_BLOCKS")

@@ -86,7 +86,7 @@ def test_two_sequences_share_a_snapshot_and_part():
     assert int(total) == 5 + 1 + 2 + 3 + 1
 
 
-def test_what_was_unused_for_longest_is_given_up():
+def test_the_least_recently_used_snapshot_is_evicted():
     texts = [[n, 1, 1, 1] for n in range(2, 6)]
     cache, used = make_cache(), []
     for text in texts[:3]:
@@ -122,7 +122,7 @@ def spilled_snapshots(*texts, cache=None):
     return jkv.spill(cache, 8)[1]
 
 
-def test_restoring_renews_what_is_there_and_takes_no_place_of_what_it_names():
+def test_restore_renews_existing_snapshots_and_evicts_none_of_its_own():
     a, b, c, d = ([n, 1, 1, 1] for n in range(2, 6))
     cache, _ = jkv.restore(make_cache(2), spilled_snapshots(a, c))
     # The first is unused for longest, and is there: c goes for b.
@@ -157,7 +157,7 @@ def test_a_smaller_context_takes_the_snapshots_that_it_can_reach():
         assert int(jkv.match(cache, prompt)[0]) == min(expected, 4)
 
 
-def test_texts_of_one_hash_are_told_apart(monkeypatch):
+def test_sequences_with_equal_hashes_are_distinguished(monkeypatch):
     """The hash of a text proposes; its tokens decide."""
     for name in ("column_hash", "salt_hash"):
         poor = jax.jit(lambda *given: jnp.zeros(given[-1].shape, jnp.uint32))

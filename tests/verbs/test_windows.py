@@ -47,7 +47,7 @@ def columns(cache, seq_id):
 
 
 class TestReserving:
-    def test_a_text_reserves_what_it_keeps(self):
+    def test_sequences_reserve_only_windowed_blocks(self):
         """At most three blocks at one time, however long it is to be."""
         cache, opened = allocate(small_cache(**WINDOW), [40, 5, 14])
         assert names(opened.status) == ["OK"] * 3
@@ -55,7 +55,7 @@ class TestReserving:
         assert free_count(cache) == 0
         jkv.check(cache)
 
-    def test_what_is_reserved_suffices_token_by_token(self):
+    def test_reserved_blocks_suffice_token_by_token(self):
         """Others have all the rest: it takes its own released blocks again."""
         cache, _ = allocate(small_cache(**WINDOW), 40)
         cache = with_free_blocks(cache, 0)
@@ -64,7 +64,7 @@ class TestReserving:
             assert names(step.status) == ["OK"]
         assert free_count(cache) == 1  # row 39 sees from 32 on: two blocks
 
-    def test_what_is_found_is_part_of_what_is_reserved(self):
+    def test_hits_count_toward_reserved_blocks(self):
         """Two blocks of the text are cached, one and a part; it keeps three."""
         cache, found = allocate(remembering(), 32, tokens=[TEXT])
         assert found.num_cached.tolist() == [15]
@@ -86,7 +86,7 @@ class TestAppending:
         assert lengths(cache)[0] == 40 and {len(each) for each in held[8:]} == {2, 3}
         assert max(map(len, held)) == small_config(**WINDOW).most_blocks()
 
-    def test_a_step_keeps_what_its_first_row_sees(self):
+    def test_a_step_keeps_the_window_of_its_first_row(self):
         """Row 20 sees from 13 on: the blocks of 0 to 11 go, one of 12 to 15 stays."""
         cache = grow_to(20)
         assert columns(cache, 0) == [2, 3, 4]  # the step before began at 16
@@ -216,7 +216,7 @@ class TestSharing:
         assert [kept(cache, i) for i in (1, 2)] == [8, 0]
         jkv.check(cache)
 
-    def test_reorder_takes_over_what_was_given_back(self):
+    def test_reorder_inherits_released_columns(self):
         cache, other = allocate(grow_to(20), 0)
         cache, status = reorder(cache, other.seq_ids, 0)
         assert names(status) == ["OK"] and kept(cache, 1) == 8
@@ -258,7 +258,7 @@ class TestTruncating:
         assert columns(cache, 0) == [0, 1]
 
 
-def test_free_returns_what_is_left():
+def test_free_returns_the_remaining_blocks():
     cache, _ = free(grow_to(20), 0)
     jkv.check(cache)
     assert free_count(cache) == 8
@@ -302,7 +302,7 @@ class TestMoving:
         cache = grow_to(20)
         cache, swapped = jkv.swap_out(cache, 0)
         assert swapped.num_blocks == 3
-        assert swapped.groups[0].num_given_back.tolist() == [2]
+        assert swapped.groups[0].num_released.tolist() == [2]
         cache, back = jkv.swap_in(cache, swapped)
         assert names(back.status) == ["OK"] and kept(cache, int(back.seq_ids[0])) == 8
         jkv.check(cache)
@@ -325,7 +325,7 @@ class TestMoving:
 
 
 class TestCounting:
-    def test_statistics_count_what_is_there(self):
+    def test_statistics_count_mapped_blocks(self):
         cache = grow_to(20)
         sharing = jkv.fragmentation(cache)
         assert sharing.sharing == 1.0 and sharing.internal == 0.0
@@ -380,7 +380,7 @@ def without_the_beginning(cache):
 
 
 class TestPrefixes:
-    def test_a_hit_names_what_its_next_row_sees(self):
+    def test_hits_map_only_the_window(self):
         """One token is left to compute, which sees from 11 on."""
         cache, found = allocate(remembering(), 16, tokens=[TEXT])
         assert found.num_cached.tolist() == [15]
@@ -403,7 +403,7 @@ class TestPrefixes:
             assert match(cache, [other]) == [0]
         assert match(cache, [TEXT], salts=1) == [0]
 
-    def test_a_part_of_a_block_is_told_by_what_is_gone(self):
+    def test_partial_hits_check_released_tokens(self):
         cache = without_the_beginning(remembering())
         similar = [*TEXT[:14], 7, 7]
         assert match(cache, [similar, [49, *similar[1:]]]) == [14, 0]
@@ -411,7 +411,7 @@ class TestPrefixes:
         assert found.num_cached.tolist() == [14] and columns(cache, 3) == [2, 3]
         jkv.check(cache)
 
-    def test_a_cut_forgets_the_block_and_not_what_followed(self):
+    def test_truncation_unindexes_only_the_cut_block(self):
         """A step of two blocks is taken back but for a token."""
         cache, _ = allocate(small_cache(**REUSED), 0, tokens=[TEXT[:4]])
         for start, count in ((0, 4), (4, 4), (8, 8)):
@@ -450,11 +450,11 @@ class TestConfiguration:
             (dict(sliding_window=4, prefix_caching=True), "above block_size: got 4"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, changes, said):
+    def test_invalid_windows_are_refused(self, changes, said):
         with pytest.raises(ValueError, match=said):
             small_config(**changes)
 
-    def test_a_window_raises_what_fits(self):
+    def test_a_window_raises_the_capacity(self):
         config = small_config(num_blocks=12, max_sequences=8, **WINDOW)
         plain = small_config(num_blocks=12, max_sequences=8, max_context_length=40)
         assert (config.most_sequences(40), plain.most_sequences(40)) == (4, 1)
@@ -466,9 +466,9 @@ class TestConfiguration:
         cache = grow_to(20)
         window = cache.metadata.groups[0].window
         window = dataclasses.replace(
-            window, num_given_back=window.num_given_back.at[0].add(1)
+            window, num_released=window.num_released.at[0].add(1)
         )
-        with pytest.raises(jkv.InvariantError, match=r"block_tables|given_back"):
+        with pytest.raises(jkv.InvariantError, match=r"block_tables|released"):
             jkv.check(with_metadata(cache, window=window))
 
 

@@ -104,7 +104,7 @@ def test_a_cache_that_was_cast_is_named(dtype, cast):
         jkv.check(cache)
 
 
-def test_what_was_never_written_is_never_read():
+def test_unwritten_slots_are_never_read():
     """The pool is NaN, also in the rest of the last block and in reserved blocks."""
     cache, _ = allocate(small_cache(), [14, 14])
     cache = grow(cache, 0, range(5))

@@ -34,3 +34,23 @@ def test_every_verb_keeps_its_types_under_x64():
         )
         after = jax.tree.leaves(lowered.out_info)
         assert [leaf.dtype for leaf in after] == before
+
+
+def test_prune_keeps_its_types_under_x64():
+    with jax.enable_x64(True):
+        cache = small_cache(prefix_caching=True, pruning=True)
+        before = [leaf.dtype for leaf in jax.tree.leaves(cache)]
+
+        def cycle(_, cache):
+            cache, opened = jkv.allocate(cache, 0)
+            cache, _ = jkv.append(cache, opened.seq_ids, 9, capacity=9)
+            kept = jnp.arange(7)[None] + 1
+            cache, _ = jkv.prune(cache, opened.seq_ids, kept, 6)
+            cache, _ = jkv.prune(cache, opened.seq_ids, kept[:, None, None], 3)
+            return jkv.free(cache, opened.seq_ids)[0]
+
+        lowered = jax.jit(lambda cache: jax.lax.fori_loop(0, 5, cycle, cache)).lower(
+            cache
+        )
+        after = jax.tree.leaves(lowered.out_info)
+        assert [leaf.dtype for leaf in after] == before

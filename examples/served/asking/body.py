@@ -28,7 +28,7 @@ MOST_SECONDS = 24 * 3600
 I32 = 2**31
 
 
-class Asked(NamedTuple):
+class ParsedBody(NamedTuple):
     """Requests that one body makes, one for each prompt."""
 
     prompts: list[list[int]]  # token ids
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
         return {"warnings": told} if told else {}
 
 
-def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
+def read_body(served: Served, body: Any, *, is_chat: bool) -> ParsedBody:
     """Read the engine's arguments from a body.
 
     Args:
@@ -101,7 +101,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         keep=read_number(body, "cache_keep", 0, int, 0, served.keep_classes - 1),
         keep_seconds=_read_seconds(body, "cache_keep_seconds"),
     )
-    return Asked(prompts, request, n, tools)
+    return ParsedBody(prompts, request, n, tools)
 
 
 def _read_most_tokens(

@@ -76,7 +76,7 @@ REFUSED = {
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
     "audio": Refusal(_TEXT_ONLY),
     "mm_processor_kwargs": Refusal(_TEXT_ONLY),
-    "prediction": Refusal("is not served: the engine guesses by itself or not at all"),
+    "prediction": Refusal("is not served: the engine drafts by itself or not at all"),
     "reasoning_effort": Refusal(_OF_CHATS),
     "include_reasoning": Refusal("is not served: a text is told whole", (True,)),
     "verbosity": Refusal("is not served: ask for it in the messages", ("medium",)),

@@ -9,7 +9,7 @@ from ..loading import Served
 from ..mistakes import Refused
 from ..replying.scoring import MOST_TOP
 from ..values import read_flag, read_number
-from .body import MOST_SAMPLES, Asked, read_body
+from .body import MOST_SAMPLES, ParsedBody, read_body
 from .fields import check_fields, check_texts
 from .languages import read_language
 from .prompts import read_chat, read_prompt_texts
@@ -33,7 +33,9 @@ class Shown(NamedTuple):
         return self.echoes is not None and self.num_top is not None
 
 
-def read_request(served: Served, body: bytes, *, is_chat: bool) -> tuple[Asked, Shown]:
+def read_request(
+    served: Served, body: bytes, *, is_chat: bool
+) -> tuple[ParsedBody, Shown]:
     """Understand a client's body; see `read_fields`.
 
     Args:
@@ -62,7 +64,7 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 
 def read_fields(
     served: Served, fields: Mapping[str, Any], *, is_chat: bool
-) -> tuple[Asked, Shown]:
+) -> tuple[ParsedBody, Shown]:
     """Understand the fields of a body.
 
     Raises:
@@ -71,10 +73,10 @@ def read_fields(
     """
     check_fields(fields, is_chat=is_chat)
     check_model(served, fields.get("model"))
-    asked = read_body(served, fields, is_chat=is_chat)
-    shown = _read_shown(served, fields, asked, is_chat=is_chat)
-    best_of = _read_best_of(fields, asked.n, shown)
-    calls = None if asked.tools is None else asked.tools.language
+    parsed = read_body(served, fields, is_chat=is_chat)
+    shown = _read_shown(served, fields, parsed, is_chat=is_chat)
+    best_of = _read_best_of(fields, parsed.n, shown)
+    calls = None if parsed.tools is None else parsed.tools.language
     language = read_language(fields, calls)
     if language is not None and not served.has_languages:
         raise Refused(
@@ -85,12 +87,12 @@ def read_fields(
     rules = read_rules(
         served,
         fields,
-        stop_tokens=asked.request.stop_tokens,
-        max_new_tokens=asked.request.max_new_tokens,
+        stop_tokens=parsed.request.stop_tokens,
+        max_new_tokens=parsed.request.max_new_tokens,
         has_language=language is not None,
     )
-    request = dataclasses.replace(asked.request, n=best_of)
-    return asked._replace(request=request, language=language, rules=rules), shown
+    request = dataclasses.replace(parsed.request, n=best_of)
+    return parsed._replace(request=request, language=language, rules=rules), shown
 
 
 def count_chat(served: Served, fields: Mapping[str, Any]) -> int:
@@ -118,7 +120,7 @@ def check_model(served: Served, model: Any) -> None:
 
 
 def _read_shown(
-    served: Served, body: Mapping[str, Any], asked: Asked, *, is_chat: bool
+    served: Served, body: Mapping[str, Any], parsed: ParsedBody, *, is_chat: bool
 ) -> Shown:
     is_streamed = read_flag(body, "stream", False)
     num_top = _read_num_top(body, is_chat=is_chat)
@@ -133,7 +135,7 @@ def _read_shown(
             code="unsupported_parameter",
         )
     has_usage, is_running = _read_stream_options(body, is_streamed=is_streamed)
-    return Shown(asked.n, echoes, num_top, is_streamed, has_usage, is_running)
+    return Shown(parsed.n, echoes, num_top, is_streamed, has_usage, is_running)
 
 
 def _read_num_top(body: Mapping[str, Any], *, is_chat: bool) -> int | None:

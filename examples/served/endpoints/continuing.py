@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ..asking.showing import Asked, Shown, count_chat, read_fields, read_json
+from ..asking.showing import ParsedBody, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
 from ..messages.reading import read_message_body
 from ..mistakes import Refused
@@ -26,8 +26,8 @@ from ..replying.answers import (
     submit_all,
 )
 from ..replying.kinds import KINDS, Fields, Kind
-from ..replying.known import tell_known
-from ..replying.replies import tell_deadline
+from ..replying.known import answer_known
+from ..replying.replies import refuse_overdue
 from ..replying.scoring import Scored
 from ..responses.reading import read_response
 from .connections import Bounds
@@ -93,30 +93,30 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
     """Make the endpoint that continues texts at an address of `KINDS`."""
     kind = KINDS[path]
 
-    def understand(body: bytes) -> tuple[Fields, Asked, Shown]:
+    def understand(body: bytes) -> tuple[Fields, ParsedBody, Shown]:
         fields = read_json(body)
-        asked, shown = read_fields(served, kind.read(fields), is_chat=kind.is_chat)
-        return fields, kind.bound(served, fields, asked), shown
+        parsed, shown = read_fields(served, kind.read(fields), is_chat=kind.is_chat)
+        return fields, kind.bound(served, fields, parsed), shown
 
     async def endpoint(request: Request) -> Response:
         arrived = time.monotonic()
         try:
             body = await read_bytes(request, bounds)
-            fields, asked, shown = await asyncio.to_thread(understand, body)
-            scored = await _score(served, asked, shown)
-            held = await _hold(served, asked, arrived)
-            asked = asked._replace(told=held.told)
+            fields, parsed, shown = await asyncio.to_thread(understand, body)
+            scored = await _score(served, parsed, shown)
+            held = await _hold(served, parsed, arrived)
+            parsed = parsed._replace(told=held.told)
             with contextlib.ExitStack() as at_end:
                 at_end.callback(held.release)
-                known = tell_known(served, asked, scored)
+                known = answer_known(served, parsed, scored)
                 if known is None:
-                    asked = _leave_time(asked, arrived)
-                    numbers = submit_all(served, asked, held.variant)
+                    parsed = _leave_time(parsed, arrived)
+                    numbers = submit_all(served, parsed, held.variant)
                     at_end.callback(cancel_all, served, numbers)
-                    found = read_events(served, numbers, asked.request.n)
+                    found = read_events(served, numbers, parsed.request.n)
                 else:
                     found = list_events(known)
-                reply = kind.reply(served, fields, asked, shown, scored)
+                reply = kind.reply(served, fields, parsed, shown, scored)
                 if shown.is_streamed:
                     # A client may leave before the first piece.
                     return StreamingResponse(
@@ -125,7 +125,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
                         headers=OF_STREAMS,
                         background=BackgroundTask(at_end.pop_all().close),
                     )
-                whole = await reply_whole(request, found, reply, asked, shown)
+                whole = await reply_whole(request, found, reply, parsed, shown)
                 if whole is not None:
                     return JSONResponse(whole)
         except Refused as error:
@@ -141,44 +141,44 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
     return endpoint
 
 
-async def _score(served: Served, asked: Asked, shown: Shown) -> Sequence[Scored]:
+async def _score(served: Served, parsed: ParsedBody, shown: Shown) -> Sequence[Scored]:
     """Return the scores of the prompts, if the reply shows them."""
     if not shown.has_prompt_logprobs or served.scorer is None:
         return ()
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_SCORING, served.scorer.score, asked.prompts)
+    return await loop.run_in_executor(_SCORING, served.scorer.score, parsed.prompts)
 
 
-async def _hold(served: Served, asked: Asked, arrived: float) -> Held:
+async def _hold(served: Served, parsed: ParsedBody, arrived: float) -> Held:
     """Return the logits processors of a body; there may be none for a while.
 
     Raises:
         Refused: if there is no room for it in time.
     """
-    if asked.language is None and asked.rules is None:
+    if parsed.language is None and parsed.rules is None:
         return Held()
     seconds = ROOM_SECONDS
-    if asked.request.timeout is not None:
-        seconds = min(seconds, asked.request.timeout - (time.monotonic() - arrived))
+    if parsed.request.timeout is not None:
+        seconds = min(seconds, parsed.request.timeout - (time.monotonic() - arrived))
     loop = asyncio.get_running_loop()
     try:
         return await loop.run_in_executor(
-            _HOLDING, served.hold, asked.language, asked.rules, seconds
+            _HOLDING, served.hold, parsed.language, parsed.rules, seconds
         )
     except Refused:
-        _leave_time(asked, arrived)  # raises if that is why
+        _leave_time(parsed, arrived)  # raises if that is why
         raise
 
 
-def _leave_time(asked: Asked, arrived: float) -> Asked:
+def _leave_time(parsed: ParsedBody, arrived: float) -> ParsedBody:
     """Return the request with the time that is left of its deadline.
 
     Raises:
         Refused: if none is.
     """
-    if asked.request.timeout is None:
-        return asked
-    left = asked.request.timeout - (time.monotonic() - arrived)
+    if parsed.request.timeout is None:
+        return parsed
+    left = parsed.request.timeout - (time.monotonic() - arrived)
     if left <= 0:
-        raise tell_deadline()
-    return asked._replace(request=dataclasses.replace(asked.request, timeout=left))
+        raise refuse_overdue()
+    return parsed._replace(request=dataclasses.replace(parsed.request, timeout=left))

@@ -49,7 +49,7 @@ def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
     return answer
 
 
-def tell_of_end(app: ASGIApp) -> ASGIApp:
+def announce_end(app: ASGIApp) -> ASGIApp:
     """Answer the requests that the server's end has cancelled."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from jkv import FinishReason
 from jkv.serving import Completion, Event
 
-from ..asking.showing import Asked
+from ..asking.showing import ParsedBody
 from ..loading import Served
 from ..mistakes import Refused
 from ..replying.replies import Choice
@@ -61,13 +61,13 @@ class MessageReply:
 
     is_scored = False
 
-    def __init__(self, body: Mapping[str, Any], served: Served, asked: Asked):
-        self._served, self._asked = served, asked
-        self._is_bounded = asked.request.max_new_tokens < read_most_tokens(body)
-        told = [*asked.warn(served).get("warnings", []), *list_message_warnings(body)]
+    def __init__(self, body: Mapping[str, Any], served: Served, parsed: ParsedBody):
+        self._served, self._asked = served, parsed
+        self._is_bounded = parsed.request.max_new_tokens < read_most_tokens(body)
+        told = [*parsed.warn(served).get("warnings", []), *list_message_warnings(body)]
         self._warnings = {"warnings": told} if told else {}
         self._name = f"msg_{uuid.uuid4().hex}"
-        (self._prompt,) = asked.prompts
+        (self._prompt,) = parsed.prompts
         self._choice = Choice(
             served,
             self._prompt,
@@ -75,8 +75,8 @@ class MessageReply:
             None,
             None,
             is_chat=True,
-            has_calls=asked.has_calls,
-            has_answer=asked.has_answer,
+            has_calls=parsed.has_calls,
+            has_answer=parsed.has_answer,
         )
         self._blocks: list[Block] = []
         self._open: Block | None = None

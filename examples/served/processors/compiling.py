@@ -64,7 +64,7 @@ class Compilers:
         try:
             return future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise _tell_time(language) from None
+            raise _refuse_overdue(language) from None
 
     def _compile(self, language: Language) -> Compiled:
         worker = self._take_worker()
@@ -78,7 +78,7 @@ class Compilers:
                 self._workers.discard(worker)
             worker.end()
             if isinstance(error, TimeoutError):
-                raise _tell_time(language) from None
+                raise _refuse_overdue(language) from None
             text = f"{language.param} cannot be compiled: its process has died"
             raise Refused(text, language.param) from error
         self._give_back(worker)
@@ -162,7 +162,7 @@ def _work(pipe: Connection, vocabulary: Vocabulary) -> None:
         pipe.send(found)
 
 
-def _tell_time(language: Language) -> Refused:
+def _refuse_overdue(language: Language) -> Refused:
     return Refused(
         f"{language.param} takes more than {MOST_SECONDS:.0f} seconds to compile, or "
         f"than the request's timeout: ask for a smaller one",

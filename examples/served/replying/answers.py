@@ -16,7 +16,7 @@ from starlette.requests import Request
 from jkv import FinishReason
 from jkv.serving import Completion, EngineError, Event, QueueFull
 
-from ..asking.showing import Asked, Shown
+from ..asking.showing import ParsedBody, Shown
 from ..loading import Served
 from ..mistakes import Refused
 from .kinds import AnyReply
@@ -28,23 +28,25 @@ Found = AsyncGenerator[tuple[int, Event] | None, None]
 SILENT_SECONDS = 15.0
 
 
-def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
+def submit_all(served: Served, parsed: ParsedBody, variant: int) -> list[int]:
     """Submit every prompt of a body, or none; one variant applies to all.
 
     Raises:
         Refused: when too many wait, for now or always; when the engine has failed.
         RequestRefused: for a request that can never be served.
     """
-    most, num = served.max_waiting, asked.request.n
-    if most is not None and (len(asked.prompts) - 1) * num >= most:
+    most, num = served.max_waiting, parsed.request.n
+    if most is not None and (len(parsed.prompts) - 1) * num >= most:
         raise Refused(
-            f"{len(asked.prompts)} prompts with {num} texts each are more than may "
+            f"{len(parsed.prompts)} prompts with {num} texts each are more than may "
             f"wait at one time, {most}; ask for fewer in a request"
         )
     numbers: list[int] = []
     try:
-        for prompt in asked.prompts:
-            request = dataclasses.replace(asked.request, tokens=prompt, variant=variant)
+        for prompt in parsed.prompts:
+            request = dataclasses.replace(
+                parsed.request, tokens=prompt, variant=variant
+            )
             numbers.append(served.engine.submit(request))
     except BaseException as error:
         cancel_all(served, numbers)
@@ -122,13 +124,13 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
 
 
 async def gather(
-    found: Found, asked: Asked, shown: Shown
+    found: Found, parsed: ParsedBody, shown: Shown
 ) -> tuple[list[Completion], int]:
     """Return the completion of each choice, and the tokens that all texts took."""
-    n = asked.request.n
+    n = parsed.request.n
     texts = [
         Completion(number, sample, [], [], FinishReason.RUNNING, "")
-        for number in range(len(asked.prompts))
+        for number in range(len(parsed.prompts))
         for sample in range(n)
     ]
     async with contextlib.aclosing(found) as events:
@@ -155,10 +157,10 @@ async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]
 
 
 async def reply_whole(
-    request: Request, found: Found, reply: AnyReply, asked: Asked, shown: Shown
+    request: Request, found: Found, reply: AnyReply, parsed: ParsedBody, shown: Shown
 ) -> dict[str, Any] | None:
     """Wait for the end of all, or of the connection: then there is no reply."""
-    work = asyncio.ensure_future(gather(found, asked, shown))
+    work = asyncio.ensure_future(gather(found, parsed, shown))
     gone = asyncio.ensure_future(wait_until_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

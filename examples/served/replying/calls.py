@@ -23,7 +23,7 @@ class CallPart(NamedTuple):
     id: str | None = None  # likewise
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """The new parts of a piece of a text."""
 
     content: str
@@ -57,19 +57,19 @@ class CallReader:
         """True if the text has calls, and none that is cut."""
         return 0 < self._num_begun == self._num_done
 
-    def advance(self, text: str, *, is_last: bool) -> Told:
+    def advance(self, text: str, *, is_last: bool) -> Reported:
         """Read a piece of the text; the last one leaves nothing unread."""
         self._left += text
         while self._read():
             pass
         if is_last and self._read in (self._read_free, self._read_first):
-            self._tell(self._left.lstrip() if self._is_behind_call else self._left)
+            self._report(self._left.lstrip() if self._is_behind_call else self._left)
             self._left = ""
         if is_last and self._read == self._read_head:
-            self._tell_cut_head()
-        told = Told(self._content, self._parts)
+            self._report_cut_head()
+        reported = Reported(self._content, self._parts)
         self._content, self._parts = "", []
-        return told
+        return reported
 
     def _read_first(self) -> bool:
         if self._left.startswith(self._begin):
@@ -79,7 +79,7 @@ class CallReader:
         return self._read != self._read_first
 
     def _read_answer(self) -> bool:
-        self._tell(self._left)
+        self._report(self._left)
         self._left = ""
         return False
 
@@ -93,7 +93,7 @@ class CallReader:
             if not free and not tag:
                 self._left = rest.lstrip()
                 return False
-        self._tell(free.rstrip() if tag else free)
+        self._report(free.rstrip() if tag else free)
         self._left = rest
         if tag:
             self._read = self._read_head
@@ -109,11 +109,11 @@ class CallReader:
         self._read = self._read_arguments
         return True
 
-    def _tell_cut_head(self) -> None:
+    def _report_cut_head(self) -> None:
         """Tell of a call that is cut before its arguments: its name, or its text."""
         found = _NAME.match(self._left)
         if found is None:
-            self._tell(self._begin + self._left)
+            self._report(self._begin + self._left)
         else:
             self._begin_call(json.loads(found[1]))
         self._left = ""
@@ -142,7 +142,7 @@ class CallReader:
         self._read = self._read_free
         return True
 
-    def _tell(self, content: str) -> None:
+    def _report(self, content: str) -> None:
         self._content += content
         self._is_behind_call &= not content
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..asking.showing import Asked, Shown
+from ..asking.showing import ParsedBody, Shown
 from ..loading import Served
 from ..messages import reading as messages
 from ..messages.reading import read_message_body, read_most_tokens
@@ -26,11 +26,13 @@ class Kind(NamedTuple):
     is_chat: bool
     read: Callable[[Fields], Fields]  # the fields, in the words of completions
     # From the body, the request, the display options and the scores of the prompts.
-    reply: Callable[[Served, Fields, Asked, Shown, Sequence[Scored]], AnyReply]
+    reply: Callable[[Served, Fields, ParsedBody, Shown, Sequence[Scored]], AnyReply]
     names: Mapping[str, str] = {}  # of fields that it has in other words
     write_error: Callable[[Refused], dict[str, Any]] = lambda error: error.body
     # The request, within the limits of a body.
-    bound: Callable[[Served, Fields, Asked], Asked] = lambda _, __, asked: asked
+    bound: Callable[[Served, Fields, ParsedBody], ParsedBody] = lambda _, __, parsed: (
+        parsed
+    )
 
     def rename(self, error: Refused) -> Refused:
         """Return a mistake with the field's name as the client knows it."""
@@ -39,36 +41,48 @@ class Kind(NamedTuple):
 
 
 def _reply_in_text(
-    served: Served, _: Fields, asked: Asked, shown: Shown, scored: Sequence[Scored]
+    served: Served,
+    _: Fields,
+    parsed: ParsedBody,
+    shown: Shown,
+    scored: Sequence[Scored],
 ) -> Reply:
-    return Reply(served, asked, shown, scored, is_chat=False)
+    return Reply(served, parsed, shown, scored, is_chat=False)
 
 
 def _reply_in_chat(
-    served: Served, _: Fields, asked: Asked, shown: Shown, scored: Sequence[Scored]
+    served: Served,
+    _: Fields,
+    parsed: ParsedBody,
+    shown: Shown,
+    scored: Sequence[Scored],
 ) -> Reply:
-    return Reply(served, asked, shown, scored, is_chat=True)
+    return Reply(served, parsed, shown, scored, is_chat=True)
 
 
 def _reply_in_response(
-    served: Served, body: Fields, asked: Asked, shown: Shown, _: Sequence[Scored]
+    served: Served,
+    body: Fields,
+    parsed: ParsedBody,
+    shown: Shown,
+    _: Sequence[Scored],
 ) -> ResponseReply:
-    return ResponseReply(body, served, asked, shown)
+    return ResponseReply(body, served, parsed, shown)
 
 
 def _reply_in_message(
-    served: Served, body: Fields, asked: Asked, _: Shown, __: Sequence[Scored]
+    served: Served, body: Fields, parsed: ParsedBody, _: Shown, __: Sequence[Scored]
 ) -> MessageReply:
-    return MessageReply(body, served, asked)
+    return MessageReply(body, served, parsed)
 
 
-def _bound_message(served: Served, body: Fields, asked: Asked) -> Asked:
+def _bound_message(served: Served, body: Fields, parsed: ParsedBody) -> ParsedBody:
     """Return the request with as many tokens as the context leaves."""
     # The last token needs no room.
-    room = served.context - len(asked.prompts[0]) + 1
+    room = served.context - len(parsed.prompts[0]) + 1
     most = min(read_most_tokens(body), room)
-    return asked._replace(
-        request=dataclasses.replace(asked.request, max_new_tokens=most)
+    return parsed._replace(
+        request=dataclasses.replace(parsed.request, max_new_tokens=most)
     )
 
 

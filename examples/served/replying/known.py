@@ -5,33 +5,33 @@ from collections.abc import Sequence
 from jkv import FinishReason
 from jkv.serving import Event, TextStream
 
-from ..asking.showing import Asked
+from ..asking.showing import ParsedBody
 from ..loading import Served
 from .scoring import Scored
 
 
-def tell_known(
-    served: Served, asked: Asked, scored: Sequence[Scored]
+def answer_known(
+    served: Served, parsed: ParsedBody, scored: Sequence[Scored]
 ) -> list[tuple[int, Event]] | None:
     """Return the results that need no engine; None if it is needed.
 
     Nothing comes of texts that are only shown again; and a single token, if it is the
     most likely one, is known with the logprobs of the prompt.
     """
-    request = asked.request
+    request = parsed.request
     if request.max_new_tokens == 0:
         end = FinishReason.LENGTH
-        events = [Event(-1, 0, [], [], "", end)] * (len(asked.prompts) * request.n)
+        events = [Event(-1, 0, [], [], "", end)] * (len(parsed.prompts) * request.n)
         return list(enumerate(events))
     sampling = request.sampling
     is_greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
     is_free = (
-        asked.language is None and asked.rules is None and not request.stop_strings
+        parsed.language is None and parsed.rules is None and not request.stop_strings
     )
     if not scored or request.max_new_tokens != 1 or not is_greedy or not is_free:
         return None
     events = []
-    for prompt, scores in zip(asked.prompts, scored, strict=True):
+    for prompt, scores in zip(parsed.prompts, scored, strict=True):
         ((token, logprob),) = scores.list_top(len(prompt), 1)
         stream = TextStream(served.tokenizer.decode, prompt, ())
         stream.advance([token], has_ended=True)

@@ -12,7 +12,7 @@ from .scoring import Scored
 LEAST_LOGPROB = -9999.0  # as the API writes all smaller ones
 
 
-class Told(NamedTuple):
+class TokenLogprob(NamedTuple):
     """The logprobs of a token, as shown."""
 
     token: int
@@ -38,13 +38,13 @@ class TokenTeller:
         self._offset = 0  # characters of the prompt, where it is shown
         self._num_new = 0
 
-    def tell_prompt(self, scored: Scored, echo: str) -> list[Told]:
+    def read_prompt(self, scored: Scored, echo: str) -> list[TokenLogprob]:
         """Return the logprobs of the prompt, which then stands before the text.
 
         A special token has its name where the text that is shown has it, too.
         """
         read = codecs.getincrementaldecoder("utf-8")("replace").decode
-        told, start = list[Told](), 0
+        found, start = list[TokenLogprob](), 0
         for place, token in enumerate(self._prompt):
             is_last = place == len(self._prompt) - 1
             spelled = self._served.spelling.find_bytes(token)
@@ -54,14 +54,14 @@ class TokenTeller:
             text = read(spelled, is_last)
             top = scored.list_top(place, self._num_top) if place else []
             logprob = scored.logprobs[place] if place else None
-            told.append(Told(token, text, start, logprob, top))
+            found.append(TokenLogprob(token, text, start, logprob, top))
             start += len(text)
         self._offset = start
-        return told
+        return found
 
-    def tell(
+    def read(
         self, tokens: Sequence[int], logprobs: Sequence[float], scored: Scored | None
-    ) -> list[Told]:
+    ) -> list[TokenLogprob]:
         """Return the logprobs of new tokens.
 
         Args:
@@ -69,7 +69,7 @@ class TokenTeller:
             logprobs: theirs.
             scored: of the prompt and all tokens but the last; None for no others.
         """
-        told = []
+        found = []
         for token, logprob in zip(tokens, logprobs, strict=True):
             start = len(self._stream.text)
             self._stream.advance([token])
@@ -77,23 +77,25 @@ class TokenTeller:
             if scored is not None:
                 top = scored.list_top(place, self._num_top)
             text = self._stream.text[start:]
-            told.append(Told(token, text, self._offset + start, logprob, top))
+            found.append(TokenLogprob(token, text, self._offset + start, logprob, top))
             self._num_new += 1
-        return told
+        return found
 
 
-def write_of_text(served: Served, told: Sequence[Told]) -> dict[str, Any]:
+def write_of_text(served: Served, found: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Return logprobs as completions have them."""
-    has_top = any(each.top for each in told)
+    has_top = any(each.top for each in found)
     return {
-        "tokens": [each.text for each in told],
-        "token_logprobs": [_bound(each.logprob) for each in told],
-        "top_logprobs": [_name_top(served, each) for each in told] if has_top else None,
-        "text_offset": [each.start for each in told],
+        "tokens": [each.text for each in found],
+        "token_logprobs": [_bound(each.logprob) for each in found],
+        "top_logprobs": [_name_top(served, each) for each in found]
+        if has_top
+        else None,
+        "text_offset": [each.start for each in found],
     }
 
 
-def write_of_chat(served: Served, told: Sequence[Told]) -> dict[str, Any]:
+def write_of_chat(served: Served, found: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Return logprobs as chats have them."""
     content = [
         {
@@ -109,19 +111,20 @@ def write_of_chat(served: Served, told: Sequence[Told]) -> dict[str, Any]:
                 for token, logprob in each.top
             ],
         }
-        for each in told
+        for each in found
     ]
     return {"content": content, "refusal": None}
 
 
-def _name_top(served: Served, told: Told) -> dict[str, float | None] | None:
+def _name_top(served: Served, found: TokenLogprob) -> dict[str, float | None] | None:
     """Return the most likely tokens by their texts, with the one that is there."""
-    if not told.top:
+    if not found.top:
         return None
     named = {
-        served.spelling.find_text(token): _bound(logprob) for token, logprob in told.top
+        served.spelling.find_text(token): _bound(logprob)
+        for token, logprob in found.top
     }
-    named.setdefault(served.spelling.find_text(told.token), _bound(told.logprob))
+    named.setdefault(served.spelling.find_text(found.token), _bound(found.logprob))
     return named
 
 

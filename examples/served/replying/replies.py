@@ -9,7 +9,7 @@ from typing import Any
 from jkv import FinishReason
 from jkv.serving import Completion, Event
 
-from ..asking.showing import Asked, Shown
+from ..asking.showing import ParsedBody, Shown
 from ..loading import Served
 from ..mistakes import Refused
 from .calls import CallPart, CallReader
@@ -32,7 +32,7 @@ class Reply:
     def __init__(
         self,
         served: Served,
-        asked: Asked,
+        parsed: ParsedBody,
         shown: Shown,
         scored: Sequence[Scored] = (),
         *,
@@ -42,7 +42,7 @@ class Reply:
 
         Args:
             served: the model.
-            asked: the engine's arguments.
+            parsed: the engine's arguments.
             shown: the display options.
             scored: of each prompt, if they are shown with their logprobs.
             is_chat: whether it is of a chat.
@@ -51,11 +51,11 @@ class Reply:
         self.name = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())  # seconds
         self._served, self._shown, self._is_chat = served, shown, is_chat
-        self._num_prompt = sum(map(len, asked.prompts))
+        self._num_prompt = sum(map(len, parsed.prompts))
         self._num_new = 0
-        self._warnings = asked.warn(served)
-        self._num_cached = [0] * len(asked.prompts)  # of each prompt
-        echoes = shown.echoes or [""] * len(asked.prompts)
+        self._warnings = parsed.warn(served)
+        self._num_cached = [0] * len(parsed.prompts)  # of each prompt
+        echoes = shown.echoes or [""] * len(parsed.prompts)
         self._choices = [
             Choice(
                 served,
@@ -64,10 +64,10 @@ class Reply:
                 shown.num_top,
                 scored[i] if scored else None,
                 is_chat=is_chat,
-                has_calls=asked.has_calls,
-                has_answer=asked.has_answer,
+                has_calls=parsed.has_calls,
+                has_answer=parsed.has_answer,
             )
-            for i, (prompt, echo) in enumerate(zip(asked.prompts, echoes, strict=True))
+            for i, (prompt, echo) in enumerate(zip(parsed.prompts, echoes, strict=True))
             for _ in range(shown.num_choices)
         ]
 
@@ -156,11 +156,17 @@ class Reply:
 
     def _count(self, num_new: int) -> dict[str, Any]:
         """Return the tokens that the reply took."""
-        return {
+        counts = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": num_new,
             "total_tokens": self._num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
+        }
+        if self._served.roll is None:
+            return counts
+        lengths = [choice.num_tokens for choice in self._choices]
+        return counts | {
+            "dropped_tokens": sum(map(self._served.count_dropped, lengths))
         }
 
 
@@ -186,14 +192,19 @@ class Choice:
         self._echo, self._scored, self._new = echo, scored, list[int]()
         self._shown_echo = echo
         self._is_begun = False
-        self._teller: TokenTeller | None = None
+        self._logprobs: TokenTeller | None = None
         if num_top is not None:
-            self._teller = TokenTeller(served, prompt, num_top)
+            self._logprobs = TokenTeller(served, prompt, num_top)
 
     @property
     def num_new(self) -> int:
         """Tokens of this text so far."""
         return len(self._new)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of this text so far."""
+        return len(self._prompt) + len(self._new)
 
     def text_before(self, new: Completion | Event) -> list[int]:
         """Return the tokens of a text before its last one."""
@@ -247,12 +258,12 @@ class Choice:
         self, new: Completion | Event, scored: Scored | None
     ) -> dict[str, Any] | None:
         """Return the logprobs of new tokens, behind the prompt's if it is shown."""
-        if self._teller is None:
+        if self._logprobs is None:
             return None
         told = []
         if self._scored is not None and not self._is_begun:
-            told += self._teller.tell_prompt(self._scored, self._shown_echo)
-        told += self._teller.tell(new.tokens, new.logprobs, scored)
+            told += self._logprobs.read_prompt(self._scored, self._shown_echo)
+        told += self._logprobs.read(new.tokens, new.logprobs, scored)
         write = write_of_chat if self._is_chat else write_of_text
         return write(self._served, told)
 
@@ -298,7 +309,7 @@ def check_reason(reason: FinishReason) -> None:
     if reason == FinishReason.CANCELLED:
         raise Refused("the server is going down", status=503)
     if reason == FinishReason.DEADLINE:
-        raise tell_deadline()
+        raise refuse_overdue()
     if reason == FinishReason.NOTHING_ALLOWED:
         raise Refused(
             "what the request asks for left its text no token: a language, min_tokens, "
@@ -309,7 +320,7 @@ def check_reason(reason: FinishReason) -> None:
     raise Refused(f"the text ended: {name}", status=500, code=name)
 
 
-def tell_deadline() -> Refused:
+def refuse_overdue() -> Refused:
     """Return the error of a request after its deadline."""
     return Refused(
         "the text was not done within its timeout",

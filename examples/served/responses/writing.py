@@ -13,7 +13,7 @@ from typing import Any
 from jkv import FinishReason
 from jkv.serving import Completion, Event
 
-from ..asking.showing import Asked, Shown
+from ..asking.showing import ParsedBody, Shown
 from ..loading import Served
 from ..replying.calls import CallPart
 from ..replying.replies import Choice, write_event
@@ -96,20 +96,24 @@ class ResponseReply:
     """A response, with the methods of `Reply`."""
 
     def __init__(
-        self, body: Mapping[str, Any], served: Served, asked: Asked, shown: Shown
+        self,
+        body: Mapping[str, Any],
+        served: Served,
+        parsed: ParsedBody,
+        shown: Shown,
     ):
         self._body, self._served = body, served
-        told = [*asked.warn(served).get("warnings", []), *list_warnings(body)]
+        told = [*parsed.warn(served).get("warnings", []), *list_warnings(body)]
         self._warnings = {"warnings": told} if told else {}
         self._offered = read_offered(body)
         self._used = {
-            "temperature": asked.request.sampling.temperature,
-            "top_p": asked.request.sampling.top_p,
-            "max_output_tokens": asked.request.max_new_tokens,
+            "temperature": parsed.request.sampling.temperature,
+            "top_p": parsed.request.sampling.top_p,
+            "max_output_tokens": parsed.request.max_new_tokens,
             "tools": self._offered.left,
         }
         self._name, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        (prompt,) = asked.prompts
+        (prompt,) = parsed.prompts
         self._choice = Choice(
             served,
             prompt,
@@ -117,8 +121,8 @@ class ResponseReply:
             shown.num_top,
             None,
             is_chat=True,
-            has_calls=asked.has_calls,
-            has_answer=asked.has_answer,
+            has_calls=parsed.has_calls,
+            has_answer=parsed.has_answer,
         )
         self._num_prompt, self._num_new, self._num_cached = len(prompt), 0, 0
         self.is_scored = bool(shown.num_top)

@@ -118,10 +118,8 @@ class Arguments(NamedTuple):
         prompts = with_variants(prompts, options.logits_processor)
         return cls(prompts, stops, config, options)
 
-    def find_shortening(self, cache: Cache) -> "Shortening | None":
-        """Return how sequences drop tokens, None if they do not."""
-        if self.config.press is None and self.config.roll is None:
-            return None
+    def find_shortening(self, cache: Cache) -> "Shortening":
+        """Return how sequences drop tokens, for a config that shortens them."""
         if self.options.speculate is not None:
             raise UsageError(
                 "speculate is not supported with press and roll; omit one of them"

@@ -66,20 +66,20 @@ class Runner(NamedTuple):
         # back
         num_pending: jax.Array | int = 0,
         # i32[B], rows to return logits of; None for the last of each sequence
-        asked_rows: jax.Array | None = None,
+        logit_rows: jax.Array | None = None,
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences, compute their rows and commit them.
 
         Returns:
           The cache, the batch, and f32[B, V]: the logits of each sequence's last row,
-          or of `asked_rows`; arbitrary without a row.
+          or of `logit_rows`; arbitrary without a row.
         """
         num_sequences = seq_ids.shape[0]
         cache, batch, tokens = self.append(
             cache, seq_ids, tokens, counts, records=commits, num_pending=num_pending
         )
-        if asked_rows is not None:
-            batch = dataclasses.replace(batch, asked_rows=asked_rows)
+        if logit_rows is not None:
+            batch = dataclasses.replace(batch, logit_rows=logit_rows)
         cache, logits = self.compute(cache, batch, tokens)
         if commits:
             cache = commit(cache, batch)
@@ -282,7 +282,7 @@ class Unread(NamedTuple):
     # Returns the tokens, i32[R], of sequences i32[R] at positions i32[R].
     find_tokens: Callable[[jax.Array, jax.Array], jax.Array]
     commits: bool = True  # full blocks can be found afterwards
-    partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
+    divergence: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
 
 
 def run_chunk(
@@ -323,7 +323,7 @@ def end_at_snapshots(
     counts: jax.Array,  # i32[B], tokens to compute in this chunk
     left: jax.Array,  # i32[B], tokens to compute in all
     # i32[B], divergence point of each sequence, 0 if unknown
-    parting: jax.Array | None = None,
+    divergence: jax.Array | None = None,
 ) -> jax.Array:
     """Shorten the rows of sequences, i32[B], to end where states are to be copied.
 
@@ -342,8 +342,8 @@ def end_at_snapshots(
 
     stops = [floor(jnp.maximum(done + left - 1, 0))]
     stops.append(jnp.where(counts < left, floor(end), end))
-    if parting is not None:
-        stops.append(floor(parting))
+    if divergence is not None:
+        stops.append(floor(divergence))
     for stop in stops:
         end = jnp.where(stop > done, jnp.minimum(end, stop), end)
     return jnp.where(counts > 0, end - done, counts)
@@ -388,7 +388,9 @@ def run_chunks(
     ) -> tuple[Cache, Carry, jax.Array]:
         cache, carry, _ = loop
         done, left = find_left(cache, carry)
-        counts = end_at_snapshots(cache, done, sizes.share(left), left, texts.partings)
+        counts = end_at_snapshots(
+            cache, done, sizes.share(left), left, texts.divergence
+        )
         cache, batch, logits = run_chunk(
             runner, cache, texts, done, counts, sizes.num_rows
         )

@@ -318,7 +318,7 @@ class GenerationConfig:
         for name in ("row_counts", "exact"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.press is not None or self.budget is not None or self.roll is not None:
+        if self.shortens or self.budget is not None:
             self._check_shortening()
 
     def _check_shortening(self) -> None:
@@ -336,6 +336,11 @@ class GenerationConfig:
             raise UsageError(f"roll must be a jkv.Roll, got {self.roll!r:.60}")
         if self.press is not None and self.roll is not None:
             raise UsageError("press and roll exclude each other; omit one of them")
+
+    @property
+    def shortens(self) -> bool:
+        """True if sequences drop cached tokens."""
+        return self.press is not None or self.roll is not None
 
     @property
     def exact_shape(self) -> Exact | None:

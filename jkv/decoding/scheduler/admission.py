@@ -34,9 +34,9 @@ from jkv.decoding.scheduler.queue import (
 )
 from jkv.decoding.scheduler.state import (
     LANES,
+    ActiveSequences,
     GenerationState,
-    Holder,
-    Loads,
+    RetainedPrompt,
     find_oldest,
     note_texts,
 )
@@ -233,9 +233,9 @@ def _open_seated(
     cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Open rows for at most K seated sequences; return also bool[], more may follow."""
-    loads = state.loads(cache)
+    active = state.active(cache)
     has_states = cache.metadata.has_states
-    lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
+    lanes, is_more = _find_lanes(state, active, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
     if state.prompts.spans is not None:
         texts = state.prompts.spans.cut_before(texts, lanes.prompts)
@@ -244,7 +244,7 @@ def _open_seated(
         prompt_lengths = gather(state.prompts.lengths, lanes.prompts)
         lengths = state.shortening.peak(prompt_lengths, lengths)
         texts = state.shortening.findable(texts, prompt_lengths)
-    partings = cache.metadata.index.find_partings(cache.metadata, texts, salts)
+    divergence = cache.metadata.index.find_divergence(cache.metadata, texts, salts)
     cache, opened = allocate(
         cache,
         jnp.where(lanes.leads, lengths, NO_SEQUENCE),
@@ -252,31 +252,31 @@ def _open_seated(
         salts=salts,
         keep_free=attempt.keep_free,
     )
-    seq_ids, holder = opened.seq_ids, state.holder
+    seq_ids, retained = opened.seq_ids, state.retained
     if state.num_samples > 1:
-        cache, forked, holder = _fork_prompts(cache, state, loads, lanes)
+        cache, forked, retained = _fork_prompts(cache, state, active, lanes)
         seq_ids = jnp.where(lanes.leads, seq_ids, forked)
     state = _give_up(state, attempt, lanes, opened.status, seq_ids)
-    state = dataclasses.replace(state, holder=holder)
-    state = _note_opened(state, lanes, seq_ids, opened.num_cached, partings)
+    state = dataclasses.replace(state, retained=retained)
+    state = _note_opened(state, lanes, seq_ids, opened.num_cached, divergence)
     return cache, state, attempt.goes_on | (is_more & jnp.any(seq_ids >= 0))
 
 
 def _find_lanes(
-    state: GenerationState, loads: Loads, num_lanes: int, has_states: bool
+    state: GenerationState, active: ActiveSequences, num_lanes: int, has_states: bool
 ) -> tuple[_Lanes, jax.Array]:
     """Return the places to open, and bool[], True if there are more than K."""
     places = state.places
     leads = places.is_pending
     forks = jnp.zeros_like(leads)
     if state.num_samples > 1:
-        leads, forks = find_pending(state, loads, has_states)
+        leads, forks = find_pending(state, active, has_states)
     can_open = leads | forks
     lanes = find_oldest(places, can_open, num_lanes)
     found = _Lanes(
         places=lanes,
         sequences=gather(places.sequences, lanes),
-        prompts=gather(loads.prompts, lanes),
+        prompts=gather(active.prompts, lanes),
         leads=gather(leads, lanes, fill=False),
         forks=gather(forks, lanes, fill=False),
     )
@@ -284,37 +284,37 @@ def _find_lanes(
 
 
 def _fork_prompts(
-    cache: Cache, state: GenerationState, loads: Loads, lanes: _Lanes
-) -> tuple[Cache, jax.Array, Holder]:
+    cache: Cache, state: GenerationState, active: ActiveSequences, lanes: _Lanes
+) -> tuple[Cache, jax.Array, RetainedPrompt]:
     """Fork prompts from sequences that have them; the last fork takes the held row.
 
     Returns:
-      The cache; i32[K], the rows of the forks, -1 if refused; and the holder.
+      The cache; i32[K], the rows of the forks, -1 if refused; and the retained prompt.
     """
-    places, holder = state.places, state.holder
-    has_prompt, may_take = loads.has_prompt, jnp.bool_(True)
+    places, retained = state.places, state.retained
+    has_prompt, may_take = active.has_prompt, jnp.bool_(True)
     if cache.metadata.has_states:
         # A state cannot be truncated: the prompt stays held while samples wait for it.
-        has_prompt = loads.done == loads.prompt_lengths
-        may_take = ~gather(has_more_samples(state, loads), lanes.prompts)
+        has_prompt = active.done == active.prompt_lengths
+        may_take = ~gather(has_more_samples(state, active), lanes.prompts)
     is_source = (
         (places.is_cached & has_prompt)[None]
-        & (loads.prompts[None] == lanes.prompts[:, None])
+        & (active.prompts[None] == lanes.prompts[:, None])
         & lanes.forks[:, None]
     )
     has_source = jnp.any(is_source, axis=1)
     source = gather(places.seq_ids, jnp.argmax(is_source, axis=1))
-    is_held = lanes.forks & ~has_source & holder.holds(lanes.prompts)
+    is_held = lanes.forks & ~has_source & retained.holds(lanes.prompts)
     takes = is_held & may_take & (jnp.cumsum(is_held, dtype=jnp.int32) == 1)
-    parents = jnp.where(is_held & ~takes, holder.seq_id, NO_SEQUENCE)
+    parents = jnp.where(is_held & ~takes, retained.seq_id, NO_SEQUENCE)
     parents = jnp.where(has_source, source, parents)
     prompt_lengths = gather(state.prompts.lengths, lanes.prompts)
     if state.shortening is not None:
         prompt_lengths = state.shortening.shared(prompt_lengths)
     cache, forked = fork(cache, parents, prompt_lengths)
-    seq_ids = jnp.where(takes, holder.seq_id, forked.seq_ids)
-    left = jnp.where(jnp.any(takes), NO_SEQUENCE, holder.seq_id)
-    return cache, seq_ids, holder._replace(seq_id=left)
+    seq_ids = jnp.where(takes, retained.seq_id, forked.seq_ids)
+    left = jnp.where(jnp.any(takes), NO_SEQUENCE, retained.seq_id)
+    return cache, seq_ids, retained._replace(seq_id=left)
 
 
 def _note_opened(
@@ -322,13 +322,13 @@ def _note_opened(
     lanes: _Lanes,
     seq_ids: jax.Array,
     num_cached: jax.Array,
-    partings: jax.Array | None,
+    divergence: jax.Array | None,
 ) -> GenerationState:
     """Record the cache rows given to places, i32[K], -1 for none."""
     place = jnp.where(seq_ids >= 0, lanes.places, state.places.num_places)
-    if partings is not None and state.partings is not None:
-        noted = scatter(state.partings, place, partings)
-        state = dataclasses.replace(state, partings=noted)
+    if divergence is not None and state.divergence is not None:
+        noted = scatter(state.divergence, place, divergence)
+        state = dataclasses.replace(state, divergence=noted)
     result = state.result.add_counts(cached_tokens=jnp.sum(num_cached, dtype=jnp.int32))
     # Count prompt tokens only: a preempted sequence finds generated tokens cached too.
     begins = (seq_ids >= 0) & (gather(result.lengths, lanes.sequences) == 0)

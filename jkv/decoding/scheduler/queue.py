@@ -6,9 +6,9 @@ sequence that lacks a place or blocks holds back all behind it.
 Samples of a prompt share its computation. The first sample, the *leader*, computes the
 prompt; the others have places but wait until it is computed, then fork. If the last
 cached sample finishes while others still need the prompt, its row is handed over to the
-oldest sample with a place, or else to the *holder*, a cache row without a place.
-Samples without a place are first in the queue, so they belong to one prompt and one
-holder is enough.
+oldest sample with a place, or else to the *retained prompt*, a cache row without a
+place. Samples without a place are first in the queue, so they belong to one prompt and
+one retained prompt is enough.
 
 Keys and values of a prompt are shared as long as one sample has them. A recurrent state
 advances with the next token, so a copy is held at the end of the prompt.
@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scheduler.state import (
+    ActiveSequences,
     GenerationState,
-    Holder,
-    Loads,
     Places,
+    RetainedPrompt,
     find_oldest,
     sort_by_age,
 )
@@ -94,7 +94,7 @@ def find_waiting(
     return sequences, ~is_fresh | (fresh_rank < queue.count), is_fresh
 
 
-class Seated(NamedTuple):
+class SeatedSequences(NamedTuple):
     """The outcome of seating K candidates."""
 
     seated: jax.Array  # bool[K], gets a place
@@ -105,7 +105,7 @@ def choose_seated(
     candidates: Candidates,
     num_free_blocks: Blocks,  # i32[], blocks promised to no sequence
     num_free_places: jax.Array,  # i32[]
-) -> Seated:
+) -> SeatedSequences:
     """Seat all candidates before the first that does not fit."""
     alive = candidates.exists & ~candidates.ended
     costs = (jnp.where(alive, cost, 0) for cost in candidates.costs)
@@ -114,11 +114,11 @@ def choose_seated(
     fits &= ranks <= num_free_places
     stops = ~candidates.exists | (alive & ~fits)
     passed = running_sum(stops.astype(jnp.int32)) == 0
-    return Seated(passed & alive, passed)
+    return SeatedSequences(passed & alive, passed)
 
 
 def seat(
-    places: Places, queue: Ring, candidates: Candidates, result: Seated
+    places: Places, queue: Ring, candidates: Candidates, result: SeatedSequences
 ) -> tuple[Places, Ring]:
     """Move seated candidates into places: free ones, or their own if preempted."""
     rank = running_sum(result.seated.astype(jnp.int32)) - 1
@@ -158,11 +158,11 @@ def seat_waiting(
     cache: Cache, state: GenerationState, num_lanes: int
 ) -> tuple[GenerationState, Attempt]:
     """Seat the first waiting sequences, at most K, which is static."""
-    places, loads = state.places, state.loads(cache)
-    promised = blocks.total(state.demand(cache, loads))
+    places, active = state.places, state.active(cache)
+    promised = blocks.total(state.demand(cache, active))
     slack = blocks.subtract(blocks.count_free_blocks(cache), promised)
     num_free_places = state.most_running - places.num_running
-    candidates = _find_candidates(cache, state, loads, num_lanes)
+    candidates = _find_candidates(cache, state, active, num_lanes)
     result = choose_seated(candidates, slack, num_free_places)
     num_passed = jnp.sum(result.passed, dtype=jnp.int32)
     is_refused = candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
@@ -171,7 +171,7 @@ def seat_waiting(
     may_fit = candidates.may_cost_less[0] & blocks.reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
     forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
-    result = Seated(result.seated | forced, result.passed | forced)
+    result = SeatedSequences(result.seated | forced, result.passed | forced)
     places, queue = seat(places, state.queue, candidates, result)
     # The next candidate needs these blocks, unless a prefix cache hit lowers its cost.
     known = candidates.exists & ~candidates.may_cost_less
@@ -189,7 +189,7 @@ def seat_waiting(
 
 
 def _find_candidates(
-    cache: Cache, state: GenerationState, loads: Loads, num_lanes: int
+    cache: Cache, state: GenerationState, active: ActiveSequences, num_lanes: int
 ) -> Candidates:
     waiting = find_waiting(state.places, state.queue, num_lanes)
     sequences, size = waiting[0], state.block_size(cache)
@@ -204,9 +204,9 @@ def _find_candidates(
         prompt_lengths = shortening.shared(prompt_lengths)
     costs, leads = blocks.of_tokens(whole_lengths, size), jnp.ones_like(ended)
     if state.num_samples > 1:
-        # The first sample computes the prompt, unless the holder has it.
-        is_first = _is_first_sample(state, loads, prompt, ended)
-        is_held = state.holder.holds(prompt)
+        # The first sample computes the prompt, unless the retained prompt has it.
+        is_first = _is_first_sample(state, active, prompt, ended)
+        is_held = state.retained.holds(prompt)
         beside = blocks.beside_prompt(prompt_lengths, text_lengths, size)
         held = blocks.subtract(costs, blocks.of_tokens(prompt_lengths, size))
         leads = is_first & ~is_held
@@ -219,19 +219,19 @@ def _find_candidates(
 
 
 def _is_first_sample(
-    state: GenerationState, loads: Loads, prompt: jax.Array, ended: jax.Array
+    state: GenerationState, active: ActiveSequences, prompt: jax.Array, ended: jax.Array
 ) -> jax.Array:
     """Return True for the first candidate of each prompt, i32[K]; bool[K]."""
     lane = jnp.arange(prompt.shape[0], dtype=jnp.int32)
     is_before = (lane[None] < lane[:, None]) & ~ended[None]
     follows = jnp.any(is_before & (prompt[None] == prompt[:, None]), axis=1)
     is_running = state.places.is_running[None]
-    joins = jnp.any(is_running & (loads.prompts[None] == prompt[:, None]), axis=1)
+    joins = jnp.any(is_running & (active.prompts[None] == prompt[:, None]), axis=1)
     return ~(follows | joins)
 
 
 def find_pending(
-    state: GenerationState, loads: Loads, has_states: bool
+    state: GenerationState, active: ActiveSequences, has_states: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Find the pending sequences that can be opened now.
 
@@ -239,36 +239,36 @@ def find_pending(
       Leaders, bool[W]: the oldest sample of a prompt without a cached sample.
       Forks, bool[W]: samples of a prompt that is computed.
     """
-    places, prompts, done = state.places, loads.prompts, loads.done
+    places, prompts, done = state.places, active.prompts, active.done
     if has_states:
         # Past the prompt's end the state is no longer the prompt's.
-        done = jnp.where(done > loads.prompt_lengths, -1, done)
+        done = jnp.where(done > active.prompt_lengths, -1, done)
     num_prompts = state.prompts.lengths.shape[0]
     pending = places.is_pending
     running = jnp.where(places.is_cached, prompts, num_prompts)
     most_done = jnp.full((num_prompts,), -1, jnp.int32)
     most_done = gather(scatter_max(most_done, running, done), prompts)
-    is_held = state.holder.holds(prompts)
+    is_held = state.retained.holds(prompts)
     oldest = jnp.full((num_prompts,), places.num_places, jnp.int32)
     waiting = jnp.where(pending, prompts, num_prompts)
     oldest = gather(scatter_min(oldest, waiting, places.ages), prompts)
     is_alone = (most_done < 0) & ~is_held
     leads = pending & is_alone & (places.ages == oldest)
-    return leads, pending & ((most_done >= loads.prompt_lengths) | is_held)
+    return leads, pending & ((most_done >= active.prompt_lengths) | is_held)
 
 
 def find_hand_over(
     state: GenerationState,
-    loads: Loads,
+    active: ActiveSequences,
     ended: jax.Array,  # bool[W], finished, still in their places
 ) -> tuple[jax.Array, jax.Array]:
     """Find the finished sequences with a prompt that other samples still need.
 
     Returns:
       bool[W], sequences to truncate rather than free.
-      i32[W], the place that receives each prompt, W for the holder.
+      i32[W], the place that receives each prompt, W for the retained prompt.
     """
-    places, prompts, unfinished = state.places, loads.prompts, state.num_unfinished
+    places, prompts, unfinished = state.places, active.prompts, state.num_unfinished
     num_prompts, nothing = unfinished.shape[0], places.num_places
     stays = places.is_running & ~ended
 
@@ -280,7 +280,7 @@ def find_hand_over(
     num_running = scatter_add(none, of(stays), 1)
     youngest = jnp.full((num_prompts,), nothing, jnp.int32)
     heir = scatter_min(youngest, of(stays & ~places.is_cached), places.ages)
-    may_give = ended & places.is_cached & loads.has_prompt
+    may_give = ended & places.is_cached & active.has_prompt
     giver = scatter_min(youngest, of(may_give), places.ages)
 
     is_last = (
@@ -295,10 +295,10 @@ def find_hand_over(
     return is_last & (has_heir | is_wanted), receiver
 
 
-def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
+def has_more_samples(state: GenerationState, active: ActiveSequences) -> jax.Array:
     """Return True for prompts with samples that wait without a place, bool[Q]."""
     num_prompts = state.prompts.lengths.shape[0]
-    of_place = jnp.where(state.places.is_running, loads.prompts, num_prompts)
+    of_place = jnp.where(state.places.is_running, active.prompts, num_prompts)
     seated = scatter_add(jnp.zeros((num_prompts,), jnp.int32), of_place, 1)
     return state.num_unfinished > seated
 
@@ -307,18 +307,18 @@ def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
     """Fork a newly computed prompt if samples without a place wait for it."""
     if not cache.metadata.has_states or state.num_samples == 1:
         return cache, state
-    places, loads, holder = state.places, state.loads(cache), state.holder
+    places, active, retained = state.places, state.active(cache), state.retained
     is_whole = places.is_cached & places.is_running
-    is_whole &= loads.done == loads.prompt_lengths
-    wanted = is_whole & gather(has_more_samples(state, loads), loads.prompts)
-    wanted &= holder.seq_id < 0
+    is_whole &= active.done == active.prompt_lengths
+    wanted = is_whole & gather(has_more_samples(state, active), active.prompts)
+    wanted &= retained.seq_id < 0
 
-    def hold(carry: tuple[Cache, Holder]) -> tuple[Cache, Holder]:
+    def hold(carry: tuple[Cache, RetainedPrompt]) -> tuple[Cache, RetainedPrompt]:
         cache, _ = carry
         place = find_oldest(places, wanted, 1)
         parent = gather(places.seq_ids, place, fill=NO_SEQUENCE)
         cache, forked = fork(cache, parent)
-        return cache, Holder(seq_id=forked.seq_ids[0], prompt=loads.prompts[place[0]])
+        return cache, RetainedPrompt(forked.seq_ids[0], active.prompts[place[0]])
 
-    cache, holder = when(jnp.any(wanted), hold, (cache, holder))
-    return cache, dataclasses.replace(state, holder=holder)
+    cache, retained = when(jnp.any(wanted), hold, (cache, retained))
+    return cache, dataclasses.replace(state, retained=retained)

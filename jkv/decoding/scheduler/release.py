@@ -17,7 +17,7 @@ from jkv.decoding.scheduler.queue import find_hand_over
 from jkv.decoding.scheduler.state import (
     LANES,
     GenerationState,
-    Holder,
+    RetainedPrompt,
     find_chosen,
     find_oldest,
     find_youngest_running,
@@ -48,14 +48,14 @@ def release_ended(
         if state.num_samples > 1:
             cache, state, gives = _hand_over(cache, state, ended)
         seq_ids = jnp.where(ended & ~gives, state.places.seq_ids, NO_SEQUENCE)
-        held = state.holder.seq_id
+        held = state.retained.seq_id
         unwanted = jnp.where(is_unwanted, held, NO_SEQUENCE)
         kept = jnp.where(is_unwanted, NO_SEQUENCE, held)
         cache = _free_all(cache, jnp.concatenate([seq_ids, unwanted[None]]))
         return cache, dataclasses.replace(
             state,
             places=vacate(state.places, ended),
-            holder=state.holder._replace(seq_id=kept),
+            retained=state.retained._replace(seq_id=kept),
             seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         )
 
@@ -137,13 +137,13 @@ def _hand_over(
     cache: Cache, state: GenerationState, ended: jax.Array
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Hand over prompts that other samples need; return also the rows kept, bool[W]."""
-    places, loads = state.places, state.loads(cache)
-    prompt_lengths = loads.prompt_lengths
+    places, active = state.places, state.active(cache)
+    prompt_lengths = active.prompt_lengths
     if state.shortening is not None:
         prompt_lengths = state.shortening.shared(prompt_lengths)
-    gives, receivers = find_hand_over(state, loads, ended)
-    # There is one holder: it is free again before a second prompt needs it.
-    gives &= (receivers < places.num_places) | (state.holder.seq_id < 0)
+    gives, receivers = find_hand_over(state, active, ended)
+    # There is one retained: it is free again before a second prompt needs it.
+    gives &= (receivers < places.num_places) | (state.retained.seq_id < 0)
     Carry = tuple[Cache, GenerationState, jax.Array, jax.Array]
 
     def trip(carry: Carry) -> Carry:
@@ -157,7 +157,7 @@ def _hand_over(
         # A sequence that cannot be truncated is freed and its prompt recomputed.
         is_cut = status[0] == Status.OK
         receiver = jnp.where(is_cut, gather(receivers, giver), -1)
-        state = _receive(state, receiver, seq_id, gather(loads.prompts, giver))
+        state = _receive(state, receiver, seq_id, gather(active.prompts, giver))
         return cache, state, left.at[giver].set(False), given.at[giver].set(is_cut)
 
     cache, state, _, given = while_loop(
@@ -171,16 +171,16 @@ def _hand_over(
 def _receive(
     state: GenerationState, receiver: jax.Array, seq_id: jax.Array, prompt: jax.Array
 ) -> GenerationState:
-    """Give a row to place `receiver`, i32[] each; W is the holder, -1 nothing."""
-    places, holder = state.places, state.holder
+    """Give a row to place `receiver`, i32[]; W is the retained prompt, -1 nothing."""
+    places, retained = state.places, state.retained
     place = jnp.where(receiver < 0, places.num_places, receiver)
     is_held = receiver == places.num_places
     state = dataclasses.replace(
         state,
         places=places._replace(seq_ids=scatter(places.seq_ids, place, seq_id)),
-        holder=Holder(
-            seq_id=jnp.where(is_held, seq_id, holder.seq_id),
-            prompt=jnp.where(is_held, prompt, holder.prompt),
+        retained=RetainedPrompt(
+            seq_id=jnp.where(is_held, seq_id, retained.seq_id),
+            prompt=jnp.where(is_held, prompt, retained.prompt),
         ),
     )
     return note_texts(state, place[None])
@@ -191,8 +191,8 @@ def _is_holder_unwanted(state: GenerationState) -> jax.Array:
     if state.num_samples == 1:
         return jnp.zeros((), bool)
     sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
-    samples = state.holder.prompt * state.num_samples + sample_index
-    return (state.holder.seq_id >= 0) & ~jnp.any(gather(state.is_running, samples))
+    samples = state.retained.prompt * state.num_samples + sample_index
+    return (state.retained.seq_id >= 0) & ~jnp.any(gather(state.is_running, samples))
 
 
 # The blocks still promised are i32[] for each group.
@@ -209,11 +209,11 @@ def preempt_youngest(
     Returns:
       The cache, the state, and free blocks promised to no sequence, i32[] per group.
     """
-    demand = state.demand(cache, state.loads(cache))
+    demand = state.demand(cache, state.active(cache))
 
     def lacks_blocks(carry: Carry) -> jax.Array:
         cache, state, promised = carry
-        can_give = (state.holder.seq_id >= 0) | (state.places.num_running > 1)
+        can_give = (state.retained.seq_id >= 0) | (state.places.num_running > 1)
         return can_give & ~reach(count_free_blocks(cache), promised)
 
     before = state.places.num_running
@@ -260,7 +260,7 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
 
     def goes_on(carry: Carry) -> jax.Array:
         state = carry[1]
-        return (state.holder.seq_id >= 0) | (state.places.num_running > 0)
+        return (state.retained.seq_id >= 0) | (state.places.num_running > 0)
 
     cache, state, needs = while_loop(
         goes_on, functools.partial(_take_back, nothing), (cache, state, total(nothing))
@@ -276,10 +276,10 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
 def _take_back(demand: Blocks, carry: Carry) -> Carry:
     """Free the held prompt, or else the youngest sequence, and subtract its demand."""
     cache, state, promised = carry
-    is_held = state.holder.seq_id >= 0
+    is_held = state.retained.seq_id >= 0
     youngest = find_youngest_running(state.places)
     seq_id = jnp.where(
-        is_held, state.holder.seq_id, gather(state.places.seq_ids, youngest)
+        is_held, state.retained.seq_id, gather(state.places.seq_ids, youngest)
     )
     cache, _ = free(cache, seq_id[None])
     places = jax.tree.map(
@@ -292,7 +292,7 @@ def _take_back(demand: Blocks, carry: Carry) -> Carry:
     state = dataclasses.replace(
         state,
         places=places,
-        holder=state.holder._replace(seq_id=jnp.int32(NO_SEQUENCE)),
+        retained=state.retained._replace(seq_id=jnp.int32(NO_SEQUENCE)),
         result=state.result.add_counts(preemptions=counts.astype(jnp.int32)),
     )
     given = tuple(jnp.where(is_held, 0, gather(blocks, youngest)) for blocks in demand)

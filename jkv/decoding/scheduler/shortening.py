@@ -36,11 +36,9 @@ class Shortening(NamedTuple):
     most: int  # slots of a sequence
 
     @classmethod
-    def of(cls, cache: Cache, config: GenerationConfig) -> Self | None:
-        """Return the options of a loop, None without any; check them for a cache."""
+    def of(cls, cache: Cache, config: GenerationConfig) -> Self:
+        """Return the options of a loop, checked for a cache."""
         press, budget, roll = config.press, config.budget, config.roll
-        if press is None and roll is None:
-            return None
         named = "press" if roll is None else "roll"
         if not cache.metadata.sequences.pruned.is_there:
             raise UsageError(

@@ -155,14 +155,14 @@ def vacate(places: Places, ended: jax.Array) -> Places:
     )
 
 
-class Holder(NamedTuple):
+class RetainedPrompt(NamedTuple):
     """A prompt kept in the cache for samples that have no running place."""
 
     seq_id: jax.Array  # i32[], its cache row, -1 for none
     prompt: jax.Array  # i32[], index of the prompt, arbitrary without a row
 
     @classmethod
-    def none(cls) -> "Holder":
+    def none(cls) -> "RetainedPrompt":
         return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
 
     def holds(self, prompts: jax.Array) -> jax.Array:
@@ -170,7 +170,7 @@ class Holder(NamedTuple):
         return (self.seq_id >= 0) & (prompts == self.prompt)
 
 
-class Loads(NamedTuple):
+class ActiveSequences(NamedTuple):
     """Prompt, lengths and blocks of the sequence in each of W places.
 
     Entries of empty places are arbitrary.
@@ -213,7 +213,7 @@ class GenerationState:
     stops: Stops  # stop conditions
     places: Places  # running places
     queue: Ring  # i32[N], sequences that never ran, in order
-    holder: Holder  # prompt kept for samples without a place
+    retained: RetainedPrompt  # prompt kept for samples without a place
     seen: jax.Array  # bool[W, V], tokens that occur in each sequence
     num_blocks: Blocks  # i32[], blocks available to a sequence that runs alone
     most_running: jax.Array  # i32[], most sequences that run at one time, at most W
@@ -222,7 +222,7 @@ class GenerationState:
     speculation: Any  # a `SpeculationState`, or None without speculation
     # i32[W], divergence point from known sequences; None without snapshots of recurrent
     # states.
-    partings: jax.Array | None
+    divergence: jax.Array | None
     # i32[N], cached tokens of each sequence at the start; such sequences stay open.
     # None if this loop opens and frees the sequences.
     before: jax.Array | None = None
@@ -269,47 +269,47 @@ class GenerationState:
         """Return the tokens of `places`, i32[...], at `positions`, i32[...]."""
         return self._tokens_of(gather(self.places.sequences, places), positions)
 
-    def newest(self, loads: Loads) -> jax.Array:
+    def newest(self, active: ActiveSequences) -> jax.Array:
         """Return the first token of each place that is not in the cache, i32[W]."""
-        return self._tokens_of(self.places.sequences, loads.done)
+        return self._tokens_of(self.places.sequences, active.done)
 
     def _tokens_of(self, sequences: jax.Array, positions: jax.Array) -> jax.Array:
         if self.before is not None:
             positions = positions - gather(self.before, sequences)
         return find_tokens(self.prompts, self.result, sequences, positions)
 
-    def count_least(self, loads: Loads) -> jax.Array:
+    def count_least(self, active: ActiveSequences) -> jax.Array:
         """Return the least rows that each place can use, i32[W], with spans."""
         spans = self.prompts.spans
         assert spans is not None
-        return spans.count_least(loads.prompts, self._in_prompt(loads.done))
+        return spans.count_least(active.prompts, self._in_prompt(active.done))
 
     def end_at_spans(
-        self, loads: Loads, counts: jax.Array, most: jax.Array
+        self, active: ActiveSequences, counts: jax.Array, most: jax.Array
     ) -> jax.Array:
         """Shorten the rows of places, i32[W], to end between spans.
 
         Args:
-          loads: the loads of the places.
+          active: the loads of the places.
           counts: i32[W], rows of a step that end at snapshots.
           most: i32[W], rows if no span ends at a snapshot.
         """
         spans = self.prompts.spans
         assert spans is not None
-        given = loads.prompts, self._in_prompt(loads.done)
+        given = active.prompts, self._in_prompt(active.done)
         shorter = spans.end_at_borders(*given, counts)
         return jnp.where(shorter > 0, shorter, spans.end_at_borders(*given, most))
 
     def mask_rows(
-        self, loads: Loads, places: jax.Array, positions: jax.Array
+        self, active: ActiveSequences, places: jax.Array, positions: jax.Array
     ) -> SpanMask:
         """Return the mask of rows of `places` at `positions`, i32[R] each."""
         spans = self.prompts.spans
         assert spans is not None
-        offset = self._in_prompt(loads.done) - loads.done
-        done = gather(loads.done + offset, places)
+        offset = self._in_prompt(active.done) - active.done
+        done = gather(active.done + offset, places)
         in_prompt = positions + gather(offset, places)
-        return spans.mask(gather(loads.prompts, places), in_prompt, done)
+        return spans.mask(gather(active.prompts, places), in_prompt, done)
 
     def _in_prompt(self, done: jax.Array) -> jax.Array:
         """Return cached tokens, i32[W], without those from before the loop."""
@@ -330,15 +330,15 @@ class GenerationState:
         """Return how many blocks a sequence needs at most in a step of this cache."""
         return blocks.find_block_size(cache, self.row_counts)
 
-    def loads(self, cache: Cache) -> Loads:
-        """Return the loads of the sequences in all places."""
+    def active(self, cache: Cache) -> ActiveSequences:
+        """Return the sequences in all places."""
         places, num_samples = self.places, jnp.int32(self.num_samples)
         prompt = jax.lax.div(places.sequences, num_samples)
         prompt_lengths = gather(self.prompts.lengths, prompt)
         if self.before is not None:
             prompt_lengths = prompt_lengths + gather(self.before, places.sequences)
         slots = blocks.count_cached(cache, places.seq_ids)
-        return Loads(
+        return ActiveSequences(
             prompts=prompt,
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + gather(self.result.lengths, places.sequences),
@@ -347,20 +347,20 @@ class GenerationState:
             held=Held.of(cache, places.seq_ids),
         )
 
-    def demand(self, cache: Cache, loads: Loads) -> Blocks:
+    def demand(self, cache: Cache, active: ActiveSequences) -> Blocks:
         """Return the blocks each running sequence still needs, i32[W] per group.
 
         A sample without a row counts only its blocks beside the shared prompt.
         """
         places, size = self.places, self.block_size(cache)
-        prompts, texts = loads.prompt_lengths, loads.text_lengths
-        slots = loads.slots_at_end
+        prompts, texts = active.prompt_lengths, active.text_lengths
+        slots = active.slots_at_end
         if self.shortening is not None:
             slots = self.shortening.bound(slots)
             texts = self.shortening.slots(prompts, texts)
             prompts = self.shortening.shared(prompts)
         own = blocks.beside_prompt(prompts, texts, size)
-        more = blocks.to_take(slots, loads.held, size)
+        more = blocks.to_take(slots, active.held, size)
         pairs = zip(more, own, strict=True)
         needs = [jnp.where(places.is_cached, *each) for each in pairs]
         return tuple(jnp.where(places.is_running, need, 0) for need in needs)

@@ -31,7 +31,7 @@ from jkv.decoding.scheduler.release import (
     preempt_youngest,
     release_ended,
 )
-from jkv.decoding.scheduler.state import GenerationState, Loads
+from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
@@ -60,27 +60,27 @@ def advance(
     """Compute the rows of a step and choose a token for each complete sequence."""
     if state.shortening is not None:
         cache, state = _make_room(cache, state)
-    loads, places = state.loads(cache), state.places
-    left, has_spans = loads.count_left(places), state.prompts.spans is not None
-    least = state.count_least(loads) if has_spans else None
+    active, places = state.active(cache), state.places
+    left, has_spans = active.count_left(places), state.prompts.spans is not None
+    least = state.count_least(active) if has_spans else None
     counts = when(
         jnp.any(left > 1),
         lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
         left,
     )
-    shorter = end_at_snapshots(cache, loads.done, counts, left, state.partings)
-    counts = state.end_at_spans(loads, shorter, counts) if has_spans else shorter
+    shorter = end_at_snapshots(cache, active.done, counts, left, state.divergence)
+    counts = state.end_at_spans(active, shorter, counts) if has_spans else shorter
     if state.shortening is not None:
         counts = state.shortening.limit(
-            counts, loads.done, loads.prompt_lengths, loads.slots
+            counts, active.done, active.prompt_lengths, active.slots
         )
-    cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
-    state = count_step(cache, state, loads, computed.num_rows)
+    cache, computed = _compute_rows(runner, cache, state, active, counts, logits)
+    state = count_step(cache, state, active, computed.num_rows)
     state = note_refusals(state, computed.status)
-    is_whole = loads.done + computed.num_rows == loads.text_lengths
+    is_whole = active.done + computed.num_rows == active.text_lengths
     is_ready = (computed.num_rows > 0) & is_whole
     if state.shortening is not None:
-        ends = loads.done + computed.num_rows == loads.prompt_lengths
+        ends = active.done + computed.num_rows == active.prompt_lengths
         ends &= computed.num_rows > 0
         cache = state.shortening.press_prompts(cache, places.seq_ids, ends)
     return cache, *choose_tokens(cache, state, computed.logits, is_ready, choice)
@@ -113,7 +113,7 @@ def _compute_rows(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    loads: Loads,
+    active: ActiveSequences,
     counts: jax.Array,  # i32[W]
     logits: jax.Array,  # f32[W, V], buffer for the new logits
 ) -> tuple[Cache, Computed]:
@@ -129,9 +129,9 @@ def _compute_rows(
         is_decoding &= size == sizes.index(num_places)
     rows = jnp.where(is_decoding, 1, counts)
     seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
-    located = locate_rows(rows, loads.done, sizes[-1])
+    located = locate_rows(rows, active.done, sizes[-1])
     tokens, spans = state.tokens_at(*located), state.prompts.spans
-    mask = None if spans is None else state.mask_rows(loads, *located)
+    mask = None if spans is None else state.mask_rows(active, *located)
     max_span = None if spans is None else spans.bound(sizes[-1])
 
     # Append once, for the most rows. The model computes the smallest sufficient number
@@ -254,7 +254,7 @@ def note_refusals(
     lacks_blocks = status == Status.OUT_OF_BLOCKS
     if state.before is None:
         # If others run, the youngest is preempted and this sequence waits for blocks.
-        lacks_blocks &= (places.num_running == 1) & (state.holder.seq_id < 0)
+        lacks_blocks &= (places.num_running == 1) & (state.retained.seq_id < 0)
     refused = is_gone | lacks_blocks
     cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
     sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])
@@ -269,15 +269,15 @@ def note_refusals(
 def count_step(
     cache: Cache,
     state: GenerationState,
-    loads: Loads,
+    active: ActiveSequences,
     rows: jax.Array,  # i32[W], computed in this step
 ) -> GenerationState:
     """Update the statistics after the append of a step and before its releases."""
     places, old = state.places, state.result.statistics
     served = rows > 0
-    of_prompt = jnp.clip(loads.prompt_lengths - loads.done, 0, rows)
+    of_prompt = jnp.clip(active.prompt_lengths - active.done, 0, rows)
     # Of the generated tokens only the newest is computed for the first time.
-    is_new = (loads.done + rows == loads.text_lengths) & (of_prompt < rows)
+    is_new = (active.done + rows == active.text_lengths) & (of_prompt < rows)
     again = rows - of_prompt - is_new.astype(jnp.int32)
     num_served = jnp.sum(served, dtype=jnp.int32)
     waits = (state.queue.count > 0) | (places.num_started > places.num_running)
@@ -292,7 +292,7 @@ def count_step(
         idle_places=waits_now * (state.most_running - num_served),
     )
     used = count_used_blocks(cache)
-    length = jnp.where(places.is_cached, loads.slots + rows, 0)
+    length = jnp.where(places.is_cached, active.slots + rows, 0)
     num_groups = len(cache.metadata.block_numbers)
     empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
     is_peak = (used > old.peak_blocks) & (num_served > 0)

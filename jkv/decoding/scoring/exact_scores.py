@@ -157,7 +157,7 @@ def _score_later(
         tokens = gather(continuations, (owner, column))
         tokens = jnp.where(is_row, tokens, 0)
         cache, _, logits = runner.run(
-            cache, ids, tokens, counts, commits=False, asked_rows=row
+            cache, ids, tokens, counts, commits=False, logit_rows=row
         )
         following = gather(continuations, (owner, column + 1))
         scores = pick_logprobs(logits, jnp.maximum(following, 0))

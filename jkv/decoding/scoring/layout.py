@@ -17,7 +17,7 @@ from jkv.indexing import scatter_add, scatter_max, scatter_min
 from jkv.metadata.lanes import find_owners
 
 
-class Places(NamedTuple):
+class SegmentTable(NamedTuple):
     """Positions of segments; entry S of the longer arrays stands for no segment."""
 
     first_rows: jax.Array  # i32[S + 1], R for an empty segment
@@ -39,7 +39,7 @@ class Places(NamedTuple):
 class Layout(NamedTuple):
     """A tree as attention input: segments are requests with shared blocks."""
 
-    places: Places
+    table: SegmentTable
     positions: jax.Array  # i32[R], position in its sequence, 0 without a token
     is_token: jax.Array  # bool[R]
     blocks: jax.Array  # i32[R], block of each row's token, N without one
@@ -56,7 +56,7 @@ def count_blocks(num_rows: int, num_segments: int, block_size: int) -> int:
     return max(1, (num_rows + 2 * num_segments * (block_size - 1)) // block_size)
 
 
-def find_places(tree: TrajectoryTree) -> Places:
+def find_segment_table(tree: TrajectoryTree) -> SegmentTable:
     """Return the positions of segments; an invalid one counts as a root."""
     num_rows, count = tree.num_rows, tree.num_segments
     segment = jnp.where(tree.segments >= 0, tree.segments, count)
@@ -80,11 +80,11 @@ def find_places(tree: TrajectoryTree) -> Places:
         is_wrong |= is_wrong[above]
         starts += starts[above]
         above = above[above]
-    return Places(first, lengths, starts, jnp.stack(ancestors), ~is_wrong[:-1])
+    return SegmentTable(first, lengths, starts, jnp.stack(ancestors), ~is_wrong[:-1])
 
 
-def find_holders(
-    places: Places, segments: jax.Array, positions: jax.Array
+def find_segments(
+    table: SegmentTable, segments: jax.Array, positions: jax.Array
 ) -> jax.Array:
     """Return the segment that holds each position of sequences, i32[...].
 
@@ -92,18 +92,20 @@ def find_holders(
     the segment itself.
     """
     segments, positions = jnp.broadcast_arrays(segments, positions)
-    for ancestors in reversed(places.ancestors):
+    for ancestors in reversed(table.ancestors):
         above = ancestors[segments]
-        # The last one below the holder: all before it start after the position.
-        segments = jnp.where(places.starts[above] > positions, above, segments)
-    parent = places.ancestors[0][segments]
-    return jnp.where(places.starts[segments] > positions, parent, segments)
+        # The last one below this segment: all before it start after the position.
+        segments = jnp.where(table.starts[above] > positions, above, segments)
+    parent = table.ancestors[0][segments]
+    return jnp.where(table.starts[segments] > positions, parent, segments)
 
 
-def find_rows(places: Places, segments: jax.Array, positions: jax.Array) -> jax.Array:
+def find_rows(
+    table: SegmentTable, segments: jax.Array, positions: jax.Array
+) -> jax.Array:
     """Return the rows of positions of sequences, i32[...]."""
-    holders = find_holders(places, segments, positions)
-    return places.first_rows[holders] + positions - places.starts[holders]
+    holding = find_segments(table, segments, positions)
+    return table.first_rows[holding] + positions - table.starts[holding]
 
 
 def lay_out(tree: TrajectoryTree, block_size: int) -> Layout:
@@ -111,13 +113,13 @@ def lay_out(tree: TrajectoryTree, block_size: int) -> Layout:
 
     Invalid segments, and sequences longer than `max_length`, have no rows in it.
     """
-    places = find_places(tree)
+    table = find_segment_table(tree)
     count, num_rows = tree.num_segments, tree.num_rows
-    fits = (places.ends <= tree.max_length).at[:-1].min(places.is_sound)
-    lengths = jnp.where(fits, places.lengths, 0)
-    places = places._replace(lengths=lengths, is_sound=fits[:-1])
+    fits = (table.ends <= tree.max_length).at[:-1].min(table.is_sound)
+    lengths = jnp.where(fits, table.lengths, 0)
+    table = table._replace(lengths=lengths, is_sound=fits[:-1])
     # Ancestors of a valid segment are valid, so all positions it reads have rows.
-    starts, ends = places.starts[:-1], places.ends[:-1]
+    starts, ends = table.starts[:-1], table.ends[:-1]
     first_columns = jax.lax.div(starts, jnp.int32(block_size))
     last_columns = jax.lax.div(jnp.maximum(ends - 1, 0), jnp.int32(block_size))
     owned = jnp.where(lengths[:-1] > 0, last_columns - first_columns + 1, 0)
@@ -131,27 +133,27 @@ def lay_out(tree: TrajectoryTree, block_size: int) -> Layout:
     offset = jnp.arange(block_size, dtype=jnp.int32)[None]
     held = columns[:, None] * block_size + offset
     is_held = (held < ends[owners][:, None]) & (block < behind[-1])[:, None]
-    slot_rows = find_rows(places, owners[:, None], held)
+    slot_rows = find_rows(table, owners[:, None], held)
 
     # A column's block belongs to the segment with the sequence's last token in it.
     num_columns = max(1, -(-tree.max_length // block_size))
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     last = jnp.minimum(column * block_size + block_size, ends[:, None]) - 1
     number = jnp.arange(count, dtype=jnp.int32)
-    holders = find_holders(places, number[:, None], jnp.maximum(last, 0))
-    holders = jnp.minimum(holders, count - 1)
-    tables = first_blocks[holders] + column - first_columns[holders]
+    holding = find_segments(table, number[:, None], jnp.maximum(last, 0))
+    holding = jnp.minimum(holding, count - 1)
+    tables = first_blocks[holding] + column - first_columns[holding]
     tables = jnp.where(column * block_size < ends[:, None], tables, num_blocks)
 
     segment = jnp.clip(tree.segments, 0, count - 1)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     is_token = (tree.segments >= 0) & (tree.segments < count) & (tree.tokens >= 0)
     is_token &= fits[segment]
-    positions = starts[segment] + row - places.first_rows[segment]
+    positions = starts[segment] + row - table.first_rows[segment]
     positions = jnp.where(is_token, positions, 0)
     blocks = tables[segment, jax.lax.div(positions, jnp.int32(block_size))]
     return Layout(
-        places=places,
+        table=table,
         positions=positions,
         is_token=is_token,
         blocks=jnp.where(is_token, blocks, num_blocks),

@@ -41,7 +41,7 @@ class Level(NamedTuple):
     rows: np.ndarray[Any, Any]  # i32[r], their rows in the tree, segment by segment
     # Rows per segment if equal; None: as many as its tokens.
     width: int | None
-    asks_all: bool  # return the logits of all rows, else of last rows
+    all_logits: bool  # return the logits of all rows, else of last rows
     mask: Mask = CAUSAL  # of its rows
     max_span: int | None = None
 
@@ -71,9 +71,9 @@ def run_levels(
             mask=level.mask,
             max_span=level.max_span,
         )
-        if level.asks_all:
+        if level.all_logits:
             every_row = jnp.arange(batch.num_rows, dtype=jnp.int32)
-            batch = dataclasses.replace(batch, asked_rows=every_row)
+            batch = dataclasses.replace(batch, logit_rows=every_row)
         logits, cache = scored.call(tree.tokens[level.rows], cache, batch)
         found.append(logits)
     return found
@@ -103,7 +103,7 @@ def list_levels(tree: TrajectoryTree) -> list[Level]:
                 parents=parents[segments] if depth else None,
                 rows=np.concatenate(rows).astype(np.int32),
                 width=None,
-                asks_all=True,
+                all_logits=True,
             )
         )
     return levels
@@ -187,7 +187,9 @@ def _run_two_levels(
     rows = np.arange(tree.num_rows, dtype=np.int32)
     segments = np.arange(tree.num_segments, dtype=np.int32)
     first = num_prompts * width
-    levels = [Level(segments[:num_prompts], None, rows[:first], width, asks_all=False)]
+    levels = [
+        Level(segments[:num_prompts], None, rows[:first], width, all_logits=False)
+    ]
     if spans is not None:
         mask = SpanMask(spans.ends.reshape(-1))
         levels = [levels[0]._replace(mask=mask, max_span=spans.longest)]
@@ -195,7 +197,7 @@ def _run_two_levels(
     if len(children):
         parents = (children - num_prompts) // (len(children) // num_prompts)
         fed = continuations.shape[1] - 1
-        levels.append(Level(children, parents, rows[first:], fed, asks_all=True))
+        levels.append(Level(children, parents, rows[first:], fed, all_logits=True))
     return jnp.concatenate(run_levels(scored, tree, levels))
 
 

@@ -32,14 +32,14 @@ from jkv.verbs.writing import read_rows
 def run_tree(
     scored: Scored,  # without recurrent-state layers
     tree: TrajectoryTree,  # R rows
-    asked_rows: jax.Array,  # i32[A], rows to return logits of; R for none
+    logit_rows: jax.Array,  # i32[A], rows to return logits of; R for none
     mask: SpanMask | None = None,  # of the R rows
     max_span: int | None = None,
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once; return logits, [A, V], and the layout."""
     layout = lay_out(tree, scored.config.block_size)
     cache = _make_pools(scored, tree, layout)
-    batch = _plan(cache, tree, layout, asked_rows)
+    batch = _plan(cache, tree, layout, logit_rows)
     if mask is not None:
         batch = with_mask(batch, mask, max_span=max_span)
     batch = plan_attention(cache, batch)
@@ -65,24 +65,24 @@ def _make_pools(scored: Scored, tree: TrajectoryTree, layout: Layout) -> Cache:
 
 
 def _plan(
-    cache: Cache, tree: TrajectoryTree, layout: Layout, asked_rows: jax.Array
+    cache: Cache, tree: TrajectoryTree, layout: Layout, logit_rows: jax.Array
 ) -> Batch:
     """Return a batch with a request for each segment and its sequence."""
     number = jnp.arange(tree.num_segments, dtype=jnp.int32)
-    lengths = layout.places.lengths[:-1]
+    lengths = layout.table.lengths[:-1]
     has_rows = lengths > 0
     return Batch(
         seq_ids=number,
         status=jnp.full(number.shape, Status.OK, jnp.int32),
-        query_starts=jnp.where(has_rows, layout.places.first_rows[:-1], tree.num_rows),
+        query_starts=jnp.where(has_rows, layout.table.first_rows[:-1], tree.num_rows),
         query_lengths=lengths,
-        context_lengths=jnp.where(has_rows, layout.places.ends[:-1], 0),
+        context_lengths=jnp.where(has_rows, layout.table.ends[:-1], 0),
         positions=layout.positions,
         valid=layout.is_token,
         offsets=jax.lax.rem(layout.positions, jnp.int32(cache.block_size)),
         blocks_of_groups=(layout.blocks,) * len(cache.metadata.groups),
         epochs=None,
-        asked_rows=asked_rows,
+        logit_rows=logit_rows,
         is_decoding=False,
         sizes=cache.sizes,
     )

@@ -19,7 +19,7 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
 from jkv.decoding.model.steps import Exact, ExactShape, Model
 from jkv.decoding.scoring.exact_scores import score_exactly
-from jkv.decoding.scoring.layout import Places, find_places, find_rows
+from jkv.decoding.scoring.layout import SegmentTable, find_rows, find_segment_table
 from jkv.decoding.scoring.levels import (
     check_counts,
     list_levels,
@@ -163,23 +163,23 @@ def score(
         raise UsageError(
             "continuations must be given, unless prompts is a TrajectoryTree"
         )
-    asked = as_prompts(prompts, "prompts")
+    prompt_rows = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
-    check_counts(asked, given)
+    check_counts(prompt_rows, given)
     found = None
     if spans is not None:
-        found = Spans.of(spans, asked, None, cacheable=False)
-    usual = score_two_levels(scored, asked, given, found)
+        found = Spans.of(spans, prompt_rows, None, cacheable=False)
+    usual = score_two_levels(scored, prompt_rows, given, found)
     if found is not None:
-        each = len(given) // len(asked)
-        is_wrong = jnp.repeat(found.are_malformed(count_tokens(asked)), each)
+        each = len(given) // len(prompt_rows)
+        is_wrong = jnp.repeat(found.are_malformed(count_tokens(prompt_rows)), each)
         usual = jnp.where(is_wrong[:, None] & (given >= 0), jnp.nan, usual)
     if shape is None:
         return usual
     if spans is not None:
         raise UsageError("spans are not supported with exact; omit one of them")
     scored = scored._replace(params=jax.lax.stop_gradient(params))
-    values = score_exactly(scored, shape, asked, given)
+    values = score_exactly(scored, shape, prompt_rows, given)
     return _with_derivative_of(values, usual)
 
 
@@ -207,25 +207,27 @@ def _score_tree(scored: Scored, tree: TrajectoryTree) -> jax.Array:
         order = np.concatenate([level.rows for level in levels])
         empty = jnp.zeros((tree.num_rows, found[0].shape[1]), found[0].dtype)
         logits = empty.at[order].set(jnp.concatenate(found))
-        places = find_places(tree)
+        table = find_segment_table(tree)
     else:
         every_row = jnp.arange(tree.num_rows, dtype=jnp.int32)
         logits, layout = run_tree(scored, tree, every_row)
-        places = layout.places
+        table = layout.table
     _refuse_unknown_rows(tree, logits.shape[-1])
-    return _score_rows(logits.astype(jnp.float32), places, tree)
+    return _score_rows(logits.astype(jnp.float32), table, tree)
 
 
-def _score_rows(logits: jax.Array, places: Places, tree: TrajectoryTree) -> jax.Array:
+def _score_rows(
+    logits: jax.Array, table: SegmentTable, tree: TrajectoryTree
+) -> jax.Array:
     """Return the log-probability of each row's token given its prefix, f32[R]."""
     segment = jnp.clip(tree.segments, 0, tree.num_segments - 1)
     row = jnp.arange(tree.num_rows, dtype=jnp.int32)
-    before = places.starts[segment] + row - places.first_rows[segment] - 1
+    before = table.starts[segment] + row - table.first_rows[segment] - 1
     is_token = (tree.tokens >= 0) & (tree.segments >= 0)
     follows = is_token & (before >= 0)
-    rows = find_rows(places, segment, jnp.maximum(before, 0))
+    rows = find_rows(table, segment, jnp.maximum(before, 0))
     found = logprobs_at(logits, rows, tree.tokens, follows)
-    return jnp.where(is_token & ~places.is_sound[segment], jnp.nan, found)
+    return jnp.where(is_token & ~table.is_sound[segment], jnp.nan, found)
 
 
 def _refuse_unknown_rows(tree: TrajectoryTree, vocabulary: int) -> None:

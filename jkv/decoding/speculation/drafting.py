@@ -24,7 +24,7 @@ from jkv.decoding.processors.rows import is_nothing_left
 from jkv.decoding.sampling.draws import Choice, by_row, draw, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.speculation.guesses import Guesses
+from jkv.decoding.speculation.draft_tokens import DraftTokens
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import DRAFT
 from jkv.decoding.texts.blocks import count_cached
@@ -56,7 +56,7 @@ class Drafts(NamedTuple):
     """Rows of the draft model and its draft tokens with their logits."""
 
     rows: DraftRows
-    guesses: Guesses
+    drafted: DraftTokens
     logits: jax.Array  # f32[W, K, V], filtered logits each draft token was drawn from
 
     @classmethod
@@ -65,7 +65,7 @@ class Drafts(NamedTuple):
         num_places = rows.seq_ids.shape[0]
         return cls(
             rows=rows,
-            guesses=Guesses.none(num_places, num_tokens),
+            drafted=DraftTokens.none(num_places, num_tokens),
             logits=jnp.zeros((num_places, num_tokens, vocabulary), jnp.float32),
         )
 
@@ -167,17 +167,17 @@ def _run_ahead(
     seeds, made = by_row(chosen, sequences.shape[0]).seeds, gather(made, sequences)
     # Apply the logits processor while drafting, to avoid rejections.
     begun = state.rows_of(choice.logits_processor)
-    Carry = tuple[Cache, Guesses, jax.Array, Any]
+    Carry = tuple[Cache, DraftTokens, jax.Array, Any]
 
     def note(
         i: jax.Array,
         batch: Batch,
         logits: jax.Array,
-        guesses: Guesses,
+        drafted: DraftTokens,
         kept: jax.Array,
         state: Any,
-    ) -> tuple[Guesses, jax.Array, Any]:
-        is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
+    ) -> tuple[DraftTokens, jax.Array, Any]:
+        is_drafted = (batch.query_lengths > 0) & (drafted.counts == i)
         processor = begun and begun._replace(state=state)
         if processor is not None:
             logits = processor.process(logits)
@@ -186,37 +186,37 @@ def _run_ahead(
         drawn = draw(filtered, seeds, made + i, DRAFT)
         if processor is not None:
             state = processor.advance(jnp.where(is_drafted, drawn, -1)).state
-        guesses = guesses._replace(
-            tokens=guesses.tokens.at[:, i].set(drawn),
-            counts=guesses.counts + is_drafted.astype(jnp.int32),
+        drafted = drafted._replace(
+            tokens=drafted.tokens.at[:, i].set(drawn),
+            counts=drafted.counts + is_drafted.astype(jnp.int32),
         )
-        return guesses, kept.at[:, i].set(filtered), state
+        return drafted, kept.at[:, i].set(filtered), state
 
     pending = Unread(rows.seq_ids, state.tokens_at, commits=False)
     size = 2 * missing.shape[0]
     cache, batch, logits = run_chunk(
         runner, rows.cache, pending, rows.lengths, missing, size
     )
-    nothing = Guesses.none(*drafts.guesses.tokens.shape)
-    guesses, kept, processor_state = note(
+    nothing = DraftTokens.none(*drafts.drafted.tokens.shape)
+    drafted, kept, processor_state = note(
         jnp.int32(0), batch, logits, nothing, drafts.logits, begun and begun.state
     )
 
     has_states = rows.cache.metadata.has_states
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
-        cache, guesses, kept, state = carry
-        seq_ids = jnp.where(guesses.counts == i, rows.seq_ids, NO_SEQUENCE)
-        tokens = guesses.tokens[:, i - 1]
+        cache, drafted, kept, state = carry
+        seq_ids = jnp.where(drafted.counts == i, rows.seq_ids, NO_SEQUENCE)
+        tokens = drafted.tokens[:, i - 1]
         cache, batch, logits = runner.run(
             cache, seq_ids, tokens, commits=False, num_pending=i if has_states else 0
         )
-        return cache, *note(i, batch, logits, guesses, kept, state)
+        return cache, *note(i, batch, logits, drafted, kept, state)
 
-    cache, guesses, kept, _ = fori_loop(
+    cache, drafted, kept, _ = fori_loop(
         jnp.int32(1),
-        jnp.int32(drafts.guesses.tokens.shape[1]),
+        jnp.int32(drafts.drafted.tokens.shape[1]),
         trip,
-        (cache, guesses, kept, processor_state),
+        (cache, drafted, kept, processor_state),
     )
-    return Drafts(rows._replace(cache=cache), guesses, kept)
+    return Drafts(rows._replace(cache=cache), drafted, kept)

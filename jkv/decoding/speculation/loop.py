@@ -18,6 +18,12 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, schedule
+from jkv.decoding.speculation.draft_tokens import (
+    DraftTokens,
+    find_draft_tokens,
+    force_draft_tokens,
+    limit_draft_tokens,
+)
 from jkv.decoding.speculation.drafting import (
     DraftRows,
     Drafts,
@@ -25,15 +31,9 @@ from jkv.decoding.speculation.drafting import (
     keep_accepted,
     open_rows,
 )
-from jkv.decoding.speculation.guesses import (
-    Guesses,
-    find_guesses,
-    force_guesses,
-    limit_guesses,
-)
 from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_speculation
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.verification import check_guesses
+from jkv.decoding.speculation.verification import verify_draft_tokens
 from jkv.decoding.texts.prompts import find_texts
 from jkv.indexing import gather
 from jkv.sharding.loops import when, while_loop
@@ -180,9 +180,9 @@ def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts 
 def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
     """Run a plain or a speculative step."""
     loop = loop._replace(pace=loop.pace.follow(loop.state.places.sequences))
-    loop, guesses = _guess(fixed, loop)
-    is_worth_it = jnp.any(guesses.counts > 0)
-    given = jax.tree.leaves(guesses)
+    loop, drafted = _draft(fixed, loop)
+    is_worth_it = jnp.any(drafted.counts > 0)
+    given = jax.tree.leaves(drafted)
     loop = when(is_worth_it, functools.partial(_check, fixed), loop, *given)
     loop = when(~is_worth_it, functools.partial(_advance, fixed), loop)
     cache, state = schedule(loop.cache, loop.state)
@@ -200,59 +200,63 @@ def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
 
 def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
     """Run a step that verifies draft tokens."""
-    guesses, drafts = Guesses(*given), loop.drafts
-    before = loop.state.loads(loop.cache).text_lengths
+    drafted, drafts = DraftTokens(*given), loop.drafts
+    before = loop.state.active(loop.cache).text_lengths
     running = loop.state.places.num_running
     logits = drafts and drafts.logits
-    cache, state, accepted = check_guesses(
-        fixed.runner, loop.cache, loop.state, fixed.choice, guesses, logits
+    cache, state, accepted = verify_draft_tokens(
+        fixed.runner, loop.cache, loop.state, fixed.choice, drafted, logits
     )
     if drafts is not None:
         drafts = keep_accepted(drafts, before, accepted)
-    pace = loop.pace.after_guesses(guesses, accepted, running, fixed.options.cost)
+    pace = loop.pace.after_verification(drafted, accepted, running, fixed.options.cost)
     return _Loop(cache, state, loop.logits, pace, drafts)
 
 
-def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
+def _draft(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, DraftTokens]:
     """Return draft tokens for the sequences where they pay, or none."""
     cache, state, options = loop.cache, loop.state, fixed.options
-    places, loads = state.places, state.loads(cache)
+    places, active = state.places, state.active(cache)
     is_ready = places.is_cached & places.is_running
     lengths = gather(state.result.lengths, places.sequences)
     # First tokens are chosen for all samples of a prompt, by a plain step.
-    is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
+    is_decoding = jnp.all(
+        (active.count_left(places) <= 1) & (~is_ready | (lengths > 0))
+    )
     processor = state.rows_of(fixed.choice.logits_processor)
-    none = Guesses.none(places.num_places, options.num_tokens)
-    forced = force_guesses(processor, none)
-    Carry = tuple[Guesses, Drafts | None]
+    none = DraftTokens.none(places.num_places, options.num_tokens)
+    forced = force_draft_tokens(processor, none)
+    Carry = tuple[DraftTokens, Drafts | None]
 
-    def choose(guesses: Guesses) -> jax.Array:
-        return loop.pace.choose(guesses, places.num_running, options.cost)
+    def choose(drafted: DraftTokens) -> jax.Array:
+        return loop.pace.choose(drafted, places.num_running, options.cost)
 
-    def guess(carry: Carry) -> Carry:
+    def propose(carry: Carry) -> Carry:
         drafts = carry[1]
         if isinstance(options, DraftModel):
             assert drafts is not None
             drafts = draft(
-                options, drafts, state, loads.text_lengths, is_ready, fixed.choice
+                options, drafts, state, active.text_lengths, is_ready, fixed.choice
             )
-            guesses = drafts.guesses._replace(certain=forced.certain)
+            drafted = drafts.drafted._replace(certain=forced.certain)
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
-            guesses = find_guesses(texts, lengths, options)
-            guesses = force_guesses(processor, guesses)
-        guesses = guesses.limit(limit_guesses(cache, state, loads, guesses.counts))
-        guesses = guesses.limit(jnp.where(choose(guesses), guesses.counts, 0))
+            drafted = find_draft_tokens(texts, lengths, options)
+            drafted = force_draft_tokens(processor, drafted)
+        drafted = drafted.limit(
+            limit_draft_tokens(cache, state, active, drafted.counts)
+        )
+        drafted = drafted.limit(jnp.where(choose(drafted), drafted.counts, 0))
         if drafts is not None:
             # Unverified draft tokens may be wrong and would stay in the cache.
-            drafts = keep_accepted(drafts, loads.text_lengths, guesses.counts)
-        return guesses, drafts
+            drafts = keep_accepted(drafts, active.text_lengths, drafted.counts)
+        return drafted, drafts
 
     # Drafting takes time, too: skip it if even the most draft tokens would not pay.
     most = jnp.where(is_ready, jnp.int32(options.num_tokens), 0)
-    guesses, drafts = when(
+    drafted, drafts = when(
         is_decoding & jnp.any(choose(forced.limit(most))),
-        guess,
+        propose,
         (forced.limit(none.counts), loop.drafts),
     )
-    return loop._replace(drafts=drafts), guesses
+    return loop._replace(drafts=drafts), drafted

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.speculation.guesses import Guesses
+from jkv.decoding.speculation.draft_tokens import DraftTokens
 
 # Weight of the newest step in the acceptance rate.
 _WEIGHT = 0.75
@@ -59,40 +59,42 @@ class Pace(NamedTuple):
         rates = jnp.where(texts == self.texts, self.rates, self.typical)
         return self._replace(texts=texts, rates=rates)
 
-    def choose(self, guesses: Guesses, running: jax.Array, cost: float) -> jax.Array:
+    def choose(
+        self, drafted: DraftTokens, running: jax.Array, cost: float
+    ) -> jax.Array:
         """Return the sequences to speculate for in this step, bool[W]."""
-        known = _find_worthy(self.rates, guesses, running, cost)
+        known = _find_profitable(self.rates, drafted, running, cost)
         hoped = jnp.maximum(self.rates, self.hope)
-        tried = _find_worthy(hoped, guesses, running, cost) & (self.wait == 0)
+        tried = _find_profitable(hoped, drafted, running, cost) & (self.wait == 0)
         return jnp.where(jnp.any(known), known, tried)
 
     def after_step(self) -> "Pace":
         """Return the pace after a plain step."""
         return self._replace(wait=jnp.maximum(self.wait - 1, 0))
 
-    def after_guesses(
+    def after_verification(
         self,
-        guesses: Guesses,
+        drafted: DraftTokens,
         accepted: jax.Array,
         running: jax.Array,
         cost: float,
     ) -> "Pace":
         """Return the pace after a step with `accepted` draft tokens, i32[W]."""
         # Certain draft tokens carry no information about the others.
-        uncertain = guesses.counts - guesses.certain
-        accepted = jnp.maximum(accepted - guesses.certain, 0)
-        is_guessed = uncertain > 0
+        uncertain = drafted.counts - drafted.certain
+        accepted = jnp.maximum(accepted - drafted.certain, 0)
+        is_drafted = uncertain > 0
         share = _divide(accepted, uncertain)
         number = jnp.sum(uncertain, dtype=jnp.int32)
         all_share = _divide(jnp.sum(accepted, dtype=jnp.int32), number)
         typical = _average(self.typical, all_share, _WEIGHT)
         typical = jnp.where(number > 0, typical, self.typical)
         rates = jnp.where(
-            is_guessed,
+            is_drafted,
             _average(self.rates, share, _WEIGHT),
             _average(self.rates, typical, _DRIFT),
         )
-        fails = ~jnp.any(_find_worthy(rates, guesses, running, cost))
+        fails = ~jnp.any(_find_profitable(rates, drafted, running, cost))
         # The next try is assumed to have as many draft tokens.
         least = jnp.float32(cost - 1) * _divide(running, number)
         longer = jnp.minimum(_LONGER * self.pause, _LONGEST_PAUSE)
@@ -105,11 +107,11 @@ class Pace(NamedTuple):
         )
 
 
-def _find_worthy(
-    rates: jax.Array, guesses: Guesses, running: jax.Array, cost: float
+def _find_profitable(
+    rates: jax.Array, drafted: DraftTokens, running: jax.Array, cost: float
 ) -> jax.Array:
     """Return the sequences worth speculating for, bool[W], if they pay together."""
-    counts, certain = guesses.counts, guesses.certain
+    counts, certain = drafted.counts, drafted.certain
     expected = certain.astype(jnp.float32)
     expected += rates * (counts - certain).astype(jnp.float32)
     is_worthy = (counts > 0) & (1 + expected >= cost)

@@ -37,9 +37,9 @@ from jkv.decoding.sampling.draws import (
 )
 from jkv.decoding.sampling.next_token import sampling_of, take_several
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.scheduler.state import GenerationState, Loads
+from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
 from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
-from jkv.decoding.speculation.guesses import Guesses, GuessRows, row_sizes
+from jkv.decoding.speculation.draft_tokens import DraftTokenRows, DraftTokens, row_sizes
 from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -59,30 +59,30 @@ class _Chosen(NamedTuple):
     logprobs: jax.Array  # f32[R]
 
 
-def check_guesses(
+def verify_draft_tokens(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
     choice: Choice,  # of N sequences
-    guesses: Guesses,  # draft tokens of W places
+    drafted: DraftTokens,  # draft tokens of W places
     # f32[W, K, V], filtered logits of the draft model; None for prompt lookup
     draft_logits: jax.Array | None,
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Run a step that verifies draft tokens; return also the accepted ones, i32[W]."""
-    loads, places = state.loads(cache), state.places
+    active, places = state.active(cache), state.places
     processor = state.rows_of(choice.logits_processor)
     if processor is not None:
-        processor = processor.advance_through(guesses.mask())
-    check = _Check(state, choice.sampling, guesses, draft_logits, processor)
-    cache, batch, chosen = _compute_guesses(runner, cache, loads, check)
+        processor = processor.advance_through(drafted.mask())
+    check = _Check(state, choice.sampling, drafted, draft_logits, processor)
+    cache, batch, chosen = _compute_draft_tokens(runner, cache, active, check)
     num_rows = batch.query_lengths
-    state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
+    state = count_step(cache, state, active, jnp.minimum(num_rows, 1))
     state = note_refusals(state, batch.status)
     before = gather(state.result.lengths, places.sequences)
-    state = _take_checked(cache, state, check, batch, chosen)
+    state = _append_accepted(cache, state, check, batch, chosen)
     made = gather(state.result.lengths, places.sequences) - before
     made = jnp.where(num_rows > 0, made, 0)
-    cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
+    cache = _keep(cache, batch, active, jnp.minimum(made, num_rows))
     accepted = jnp.maximum(made - 1, 0)
     result = state.result.add_counts(
         draft_tokens=jnp.sum(jnp.maximum(num_rows - 1, 0), dtype=jnp.int32),
@@ -97,23 +97,23 @@ class _Check(NamedTuple):
 
     state: GenerationState
     sampling: Sampling
-    guesses: Guesses
+    drafted: DraftTokens
     draft_logits: jax.Array | None
     processor: ProcessorRows | None  # W * (K + 1) rows
 
-    def choose(self, logits: jax.Array, rows: GuessRows) -> _Chosen:
+    def choose(self, logits: jax.Array, rows: DraftTokenRows) -> _Chosen:
         """Choose the token after each row, as if the draft tokens before were right."""
-        state, guesses = self.state, self.guesses.tokens
+        state, drafted = self.state, self.drafted.tokens
         sequences = gather(state.places.sequences, rows.places)
         sampling = sampling_of(self.sampling, state.result.lengths.shape[0], sequences)
         counts = gather(state.result.lengths, sequences) + rows.before
-        guess = jnp.arange(guesses.shape[1], dtype=jnp.int32)[None]
-        is_before = guess < rows.before[:, None]
-        token = jnp.where(is_before, gather(guesses, rows.places), state.seen.shape[1])
+        index = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+        is_before = index < rows.before[:, None]
+        token = jnp.where(is_before, gather(drafted, rows.places), state.seen.shape[1])
         row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         seen = scatter(gather(state.seen, rows.places), (row, token), True)
         if self.processor is not None:
-            row_of = rows.places * (guesses.shape[1] + 1) + rows.before
+            row_of = rows.places * (drafted.shape[1] + 1) + rows.before
             logits = self.processor.pick(row_of).process(logits)
         tokens, logprobs = self._sample(logits, rows, sampling, counts, seen)
         if self.processor is not None:
@@ -123,7 +123,7 @@ class _Check(NamedTuple):
     def _sample(
         self,
         logits: jax.Array,
-        rows: GuessRows,
+        rows: DraftTokenRows,
         sampling: Sampling,
         counts: jax.Array,
         seen: jax.Array,
@@ -135,21 +135,21 @@ class _Check(NamedTuple):
 
         if self.draft_logits is None:
             return plain()
-        guesses, draft_logits = self.guesses, self.draft_logits
+        drafted, draft_logits = self.drafted, self.draft_logits
         by = by_row(sampling, logits.shape[0])
         if by.temperature is None:
             return plain()
         is_greedy = by.temperature <= 0
         # The draft token after each row, if any.
-        draft = rows.places, jnp.minimum(rows.before, guesses.tokens.shape[1] - 1)
+        draft = rows.places, jnp.minimum(rows.before, drafted.tokens.shape[1] - 1)
 
         def reject() -> tuple[jax.Array, jax.Array]:
             wanted = filter_logits(logits, sampling, seen=seen)
             tokens = accept_or_replace(
                 wanted,
                 gather(draft_logits, draft),
-                gather(guesses.tokens, draft),
-                rows.before < gather(guesses.counts, rows.places),
+                gather(drafted.tokens, draft),
+                rows.before < gather(drafted.counts, rows.places),
                 by.seeds,
                 counts,
             )
@@ -159,21 +159,21 @@ class _Check(NamedTuple):
         return lax.cond(jnp.all(is_greedy), plain, reject)
 
 
-def _compute_guesses(
-    runner: Runner, cache: Cache, loads: Loads, check: _Check
+def _compute_draft_tokens(
+    runner: Runner, cache: Cache, active: ActiveSequences, check: _Check
 ) -> tuple[Cache, Batch, _Chosen]:
     """Compute the newest token of each sequence and its draft tokens.
 
     The step, R rows, is planned for the most draft tokens; the model computes the first
     of them, as many as the smallest sufficient size.
     """
-    state, guesses = check.state, check.guesses
-    sizes, places = row_sizes(*guesses.tokens.shape), state.places
+    state, drafted = check.state, check.drafted
+    sizes, places = row_sizes(*drafted.tokens.shape), state.places
     is_ready = places.is_cached & places.is_running
-    counts = jnp.where(is_ready, 1 + guesses.counts, 0)
-    rows = GuessRows.of(counts, sizes[-1])
-    newest = state.newest(loads)
-    of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
+    counts = jnp.where(is_ready, 1 + drafted.counts, 0)
+    rows = DraftTokenRows.of(counts, sizes[-1])
+    newest = state.newest(active)
+    of_place = jnp.concatenate([newest[:, None], drafted.tokens], axis=1)
     tokens = gather(of_place, (rows.places, rows.before))
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
     has_states = cache.metadata.has_states
@@ -183,7 +183,7 @@ def _compute_guesses(
         counts,
         capacity=sizes[-1],
         tokens=tokens,
-        num_pending=jnp.where(has_states, guesses.counts, 0),
+        num_pending=jnp.where(has_states, drafted.counts, 0),
     )
     # Each size has a plan of its own.
     batch = dataclasses.replace(batch, plan=None)
@@ -196,7 +196,9 @@ def _compute_guesses(
             tokens, rows, batch = jax.tree.unflatten(structure, leaves)
             first = plan_attention(cache, batch.first_rows(size))
             cache, logits = runner.run_planned(cache, first, tokens[:size])
-            found = check.choose(logits, GuessRows(*(each[:size] for each in rows)))
+            found = check.choose(
+                logits, DraftTokenRows(*(each[:size] for each in rows))
+            )
             put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
             return cache, put
 
@@ -209,7 +211,7 @@ def _compute_guesses(
     return carry[0], batch, carry[1]
 
 
-def _take_checked(
+def _append_accepted(
     cache: Cache,
     state: GenerationState,
     check: _Check,
@@ -217,13 +219,13 @@ def _take_checked(
     chosen: _Chosen,
 ) -> GenerationState:
     """Append tokens to sequences as long as their draft tokens are right."""
-    guesses = check.guesses
-    num_tokens = guesses.tokens.shape[1]
+    drafted = check.drafted
+    num_tokens = drafted.tokens.shape[1]
     after = jnp.arange(num_tokens + 1, dtype=jnp.int32)[None]
     row = batch.query_starts[:, None] + after
     tokens, logprobs = (gather(array, row) for array in chosen)
-    guess = jnp.pad(guesses.tokens, ((0, 0), (0, 1)))
-    is_right = (after < guesses.counts[:, None]) & (tokens == guess)
+    proposed = jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
+    is_right = (after < drafted.counts[:, None]) & (tokens == proposed)
     num_sequences = state.result.lengths.shape[0]
     has_rows = batch.query_lengths > 0
     sequences = jnp.where(has_rows, state.places.sequences, num_sequences)
@@ -233,9 +235,11 @@ def _take_checked(
     return note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 
 
-def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:
+def _keep(
+    cache: Cache, batch: Batch, active: ActiveSequences, kept: jax.Array
+) -> Cache:
     """Truncate each sequence to its first `kept` rows, i32[W], and commit them."""
-    lengths = loads.done + kept
+    lengths = active.done + kept
     cuts = kept < batch.query_lengths
     seq_ids = jnp.where(cuts, batch.seq_ids, NO_SEQUENCE)
     cache, _ = truncate(cache, seq_ids, lengths)
@@ -250,20 +254,20 @@ def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:
 
 def accept_or_replace(
     wanted: jax.Array,  # f32[R, V], filtered logits of the model
-    drafted: jax.Array,  # f32[R, V], logits the draft token was drawn from
-    guesses: jax.Array,  # i32[R], draft tokens
+    draft_logits: jax.Array,  # f32[R, V], logits the draft token was drawn from
+    drafted: jax.Array,  # i32[R], draft tokens
     is_drafted: jax.Array,  # bool[R], the row has a draft token; else a token is drawn
     seeds: jax.Array,  # i32[R], of each sequence
     counts: jax.Array,  # i32[R], tokens generated so far
 ) -> jax.Array:
     """Accept or replace draft tokens, i32[R], by rejection sampling."""
-    probability, of_draft = jax.nn.softmax(wanted), jax.nn.softmax(drafted)
+    probability, of_draft = jax.nn.softmax(wanted), jax.nn.softmax(draft_logits)
 
-    def at_guess(values: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(values, guesses[:, None], axis=-1)[:, 0]
+    def at_drafted(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, drafted[:, None], axis=-1)[:, 0]
 
     chance = draw_uniforms(seeds, counts, ACCEPT)[:, 0]
-    accepts = is_drafted & (chance * at_guess(of_draft) < at_guess(probability))
+    accepts = is_drafted & (chance * at_drafted(of_draft) < at_drafted(probability))
 
     rest = jnp.where(is_drafted[:, None], probability - of_draft, probability)
     # Equal distributions leave only rounding errors, or nothing.
@@ -271,4 +275,4 @@ def accept_or_replace(
     rest = jnp.where(is_empty, probability, jnp.maximum(rest, 0.0))
     log_rest = jnp.log(rest)
     log_rest -= jnp.max(log_rest, axis=-1, keepdims=True)
-    return jnp.where(accepts, guesses, draw(log_rest, seeds, counts, REPLACE))
+    return jnp.where(accepts, drafted, draw(log_rest, seeds, counts, REPLACE))

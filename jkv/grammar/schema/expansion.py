@@ -71,7 +71,7 @@ class Atom:
 
 
 Way = list[Atom]
-Ways = list[Way]
+Techniques = list[Way]
 
 
 class Expander:
@@ -79,21 +79,21 @@ class Expander:
 
     def __init__(self, document: Document, recursion: int, bounds: Bounds) -> None:
         self.document, self._recursion, self._bounds = document, recursion, bounds
-        self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
+        self._known: dict[tuple[int, Route, bool], tuple[Any, Techniques]] = {}
         self.is_cut = False  # True if recursion was truncated
         # True unless the atoms contradict each other; the flag requests a thorough
         # check.
         self.is_possible: Callable[[Way, bool], bool] = lambda _, __: True
         self.finds: Callable[[str, str], bool] = lambda _, __: False
 
-    def expand(self, parts: Iterable[Part]) -> Ways:
+    def expand(self, parts: Iterable[Part]) -> Techniques:
         """Return the ways in which all parts hold; raise if there are too many."""
-        ways: Ways = [[]]
+        ways: Techniques = [[]]
         for part in parts:
             ways = self._both(ways, self._expand(part), part.schema)
         return ways
 
-    def settle(self, ways: Ways) -> Ways:
+    def settle(self, ways: Techniques) -> Techniques:
         """Replace each unspecified property by each named one that it may be."""
         settled, open_ = [], list(reversed(ways))
         while open_:
@@ -124,7 +124,7 @@ class Expander:
             return not schema
         return self.document.add({"not": schema}, like)
 
-    def _both(self, left: Ways, right: Ways, schema: Any) -> Ways:
+    def _both(self, left: Techniques, right: Techniques, schema: Any) -> Techniques:
         ways = [[*one, *other] for one in left for other in right]
         if len(ways) > 1:
             self._bounds.spend(sum(map(len, ways)))
@@ -132,14 +132,14 @@ class Expander:
         self._check_number(ways, schema)
         return ways
 
-    def _check_number(self, ways: Ways, schema: Any) -> None:
+    def _check_number(self, ways: Techniques, schema: Any) -> None:
         if len(ways) > _MAX_WAYS:
             raise TooLarge(
                 f"schema at {self.document.pointer(schema)} expands to more than "
                 f"{_MAX_WAYS} alternatives"
             )
 
-    def _expand(self, part: Part) -> Ways:
+    def _expand(self, part: Part) -> Techniques:
         if isinstance(part.schema, bool):
             return [[]] if part.schema != part.is_negated else []
         if part.key not in self._known:
@@ -147,10 +147,10 @@ class Expander:
             self._known[part.key] = part.schema, expand(part)
         return self._known[part.key][1]
 
-    def _positive(self, part: Part) -> Ways:
+    def _positive(self, part: Part) -> Techniques:
         words, route, schema = self.document.words(part.schema), part.route, part.schema
         own = {w: value for w, value in words.items() if w in _OWN}
-        ways: Ways = [[Atom(own, schema, route)]]
+        ways: Techniques = [[Atom(own, schema, route)]]
         joined = [*self._references(part), *map(part.of, words.get("allOf", ()))]
         for inner in joined:
             ways = self._both(self._expand(inner), ways, schema)
@@ -195,7 +195,9 @@ class Expander:
             route = route._replace(opened=route.opened | {id(target)}, repeats=repeats)
         return Part(target, route, part.is_negated)
 
-    def _one_of(self, part: Part, branches: Sequence[Any], beside: Ways) -> Ways:
+    def _one_of(
+        self, part: Part, branches: Sequence[Any], beside: Techniques
+    ) -> Techniques:
         """Return the ways in which exactly one branch holds."""
         schema, found = part.schema, list[Way]()
         each = [
@@ -213,20 +215,20 @@ class Expander:
         self._check_number(found, schema)
         return found
 
-    def overlap(self, ways: Ways, others: Ways) -> bool:
+    def overlap(self, ways: Techniques, others: Techniques) -> bool:
         """Return True if a value may satisfy a way of each."""
         self._bounds.spend(len(ways) * len(others))
         return any(
             self.is_possible([*one, *other], True) for one in ways for other in others
         )
 
-    def _condition(self, part: Part, words: Mapping[str, Any]) -> Ways:
+    def _condition(self, part: Part, words: Mapping[str, Any]) -> Techniques:
         then, otherwise = words.get("then", True), words.get("else", True)
         yes = self.expand([part.of(words["if"]), part.of(then)])
         no = _muted(self._expand(part.of(words["if"], True)))
         return yes + self._both(no, self._expand(part.of(otherwise)), part.schema)
 
-    def _dependent(self, part: Part, key: str, needed: Any) -> Ways:
+    def _dependent(self, part: Part, key: str, needed: Any) -> Techniques:
         """Return the ways without property `key`, or with its dependencies."""
         there: dict[str, Any] = {"type": "object", "required": [key]}
         if isinstance(needed, list):
@@ -237,8 +239,8 @@ class Expander:
         return [[Atom({ABSENT: [key]}, part.schema, part.route)], *ways]
 
     def _close_unevaluated(
-        self, part: Part, words: Mapping[str, Any], ways: Ways
-    ) -> Ways:
+        self, part: Part, words: Mapping[str, Any], ways: Techniques
+    ) -> Techniques:
         """Add the unevaluated keywords to each way as additional ones."""
         closed = []
         for way in ways:
@@ -258,7 +260,7 @@ class Expander:
             closed.append([*way, *new])
         return closed
 
-    def _negative(self, part: Part) -> Ways:
+    def _negative(self, part: Part) -> Techniques:
         """Return the ways in which at least one keyword fails."""
         words, found = self.document.words(part.schema), list[Way]()
         for inner in (
@@ -292,7 +294,7 @@ class Expander:
         self._check_number(found, part.schema)
         return found
 
-    def _not_one_of(self, part: Part, branches: Sequence[Any]) -> Ways:
+    def _not_one_of(self, part: Part, branches: Sequence[Any]) -> Techniques:
         none = self.expand(part.of(one, True) for one in branches)
         pairs = [
             self.expand([part.of(one, False), part.of(other, False)])
@@ -364,7 +366,7 @@ def _dependencies(words: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [pair for name in names for pair in words.get(name, {}).items()]
 
 
-def _muted(ways: Ways) -> Ways:
+def _muted(ways: Techniques) -> Techniques:
     return [[dataclasses.replace(a, is_muted=True) for a in way] for way in ways]
 
 

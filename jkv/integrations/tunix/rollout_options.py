@@ -50,7 +50,7 @@ def read_options(
     """
     check_options(config)
     is_greedy = config.top_p is None or config.temperature == 0
-    asked = jkv.Sampling(  # validates the numbers
+    sampling = jkv.Sampling(  # validates the numbers
         temperature=config.temperature,
         top_p=1.0 if config.top_p is None else config.top_p,
         top_k=max(config.top_k or 0, 0),
@@ -59,9 +59,9 @@ def read_options(
         max_new_tokens=config.max_tokens_to_generate,
         max_prompt_length=config.max_prompt_length,
         is_greedy=is_greedy,
-        temperature=1.0 if is_greedy else float(asked.temperature),
-        top_p=float(asked.top_p),
-        top_k=int(asked.top_k),
+        temperature=1.0 if is_greedy else float(sampling.temperature),
+        top_p=float(sampling.top_p),
+        top_k=int(sampling.top_k),
         stop_tokens=tuple(config.eos_tokens or [eos_id]),
         key=_read_seed(config.seed),
         wants_logprobs=config.return_logprobs,

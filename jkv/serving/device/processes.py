@@ -79,19 +79,19 @@ class SharedLoop(Loop):
         self, changes: Sequence[Change], num_steps: int
     ) -> WindowReport | None:
         if changes or num_steps:
-            self._tell(Order.WINDOW, pack_window(changes, num_steps))
+            self._send(Order.WINDOW, pack_window(changes, num_steps))
         return self._start(changes, num_steps)
 
     def warm_up(self, progress: Progress | None) -> int:
-        self._tell(Order.WARM_UP)
+        self._send(Order.WARM_UP)
         return super().warm_up(progress)
 
     def forget_cached(self) -> None:
-        self._tell(Order.FORGET_CACHED)
+        self._send(Order.FORGET_CACHED)
         super().forget_cached()
 
     def preempt_all(self) -> None:
-        self._tell(Order.PREEMPT_ALL)
+        self._send(Order.PREEMPT_ALL)
         super().preempt_all()
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
@@ -109,7 +109,7 @@ class SharedLoop(Loop):
         if has_draft and self._given.draft_params is None:
             super().replace_params(params, draft_params)  # raises
         is_on_mesh = any(map(is_shared, jax.tree.leaves(new)))
-        self._tell(Order.REPLACE_PARAMS, np.array([has_draft, is_on_mesh], np.int32))
+        self._send(Order.REPLACE_PARAMS, np.array([has_draft, is_on_mesh], np.int32))
         if not is_on_mesh:
             params, draft_params = self._share((params, draft_params))
         super().replace_params(params, draft_params)
@@ -118,14 +118,14 @@ class SharedLoop(Loop):
         """Replace the arrays of the logits processor on all processes, by broadcast."""
         new = self._spread(logits_processor)
         super().replace_logits_processor(new)  # raises on a mismatch
-        self._tell(Order.REPLACE_LOGITS_PROCESSOR)
+        self._send(Order.REPLACE_LOGITS_PROCESSOR)
         self._share(logits_processor)
 
     def start_again(self) -> None:
         """Raise: other processes may have completed the step that failed here."""
         if self.is_followed:
             try:
-                self._tell(Order.FAIL)
+                self._send(Order.FAIL)
             finally:
                 self.is_followed = False
         raise EngineError(
@@ -135,7 +135,7 @@ class SharedLoop(Loop):
 
     def dismiss(self) -> None:
         if self.is_followed:
-            self._tell(Order.CLOSE)
+            self._send(Order.CLOSE)
             self.is_followed = False
 
     def follow(self, find_params: FindParams | None) -> None:
@@ -210,7 +210,7 @@ class SharedLoop(Loop):
         everything = self.cache, self._generation
         jax.block_until_ready(everything if newest is None else newest)
 
-    def _tell(self, order: Order, words: np.ndarray | None = None) -> None:
+    def _send(self, order: Order, words: np.ndarray | None = None) -> None:
         self.is_followed = True
         self._settle()
         self._orders.send(order, words)

@@ -67,7 +67,7 @@ class EngineSizes(NamedTuple):
     num_steps: int  # S
     num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
-    guesses: PromptLookup | DraftSizes | None
+    speculate: PromptLookup | DraftSizes | None
     max_span: int  # tokens of a span; 0: causal prompts only
     cacheable_spans: bool
     extra_ids: int  # ids past the vocabulary that prompts may have
@@ -94,8 +94,8 @@ class EngineSizes(NamedTuple):
     @property
     def max_window_tokens(self) -> int:
         """Largest number of new tokens of a sequence in a window, U."""
-        guesses = 0 if self.guesses is None else self.guesses.num_tokens
-        return min(self.num_steps * (1 + guesses), self.config.max_new_tokens)
+        speculate = 0 if self.speculate is None else self.speculate.num_tokens
+        return min(self.num_steps * (1 + speculate), self.config.max_new_tokens)
 
 
 def find_sizes(
@@ -135,7 +135,7 @@ def find_sizes(
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,
-        guesses=(
+        speculate=(
             DraftSizes(speculate.model, speculate.num_tokens, speculate.cost)
             if isinstance(speculate, DraftModel)
             else speculate
@@ -201,12 +201,10 @@ class Arrivals(NamedTuple):
             arrivals._put(lane, state, first, samples)
         return arrivals
 
-    def _put(
-        self, lane: int, state: RequestState, first: int, num_samples: int
-    ) -> None:
+    def _put(self, lane: int, state: RequestState, first: int, most: int) -> None:
         request = state.request
-        count = min(num_samples, request.n - first)
-        self.indices[lane] = state.samples[first].sequence // num_samples
+        count = min(most, request.n - first)
+        self.indices[lane] = state.samples[first].sequence // most
         self.tokens[lane, : len(request.tokens)] = request.tokens
         self.limits[lane] = request.max_new_tokens
         self.stop_tokens[lane, : len(request.stop_tokens)] = request.stop_tokens
@@ -294,7 +292,7 @@ def begin_empty(
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
     options = DecodingOptions(
         logits_processor=given.logits_processor,
-        speculate=_restore_guessing(sizes, given, draft_cache),
+        speculate=_restore_speculation(sizes, given, draft_cache),
     )
     # The barrier prevents constant folding, which takes half a minute of compilation
     # for 128 prompts of up to 8,192 tokens.
@@ -384,9 +382,9 @@ def run_window(
     # Restarting the counters each window keeps them within 32 bits.
     result = state.result._replace(statistics=Statistics.zeros())
     state = dataclasses.replace(state, result=result)
-    guessing = state.speculation
-    draft_cache = None if guessing is None else guessing.draft_cache
-    speculate = _restore_guessing(sizes, given, draft_cache)
+    speculation = state.speculation
+    draft_cache = None if speculation is None else speculation.draft_cache
+    speculate = _restore_speculation(sizes, given, draft_cache)
     options = DecodingOptions(sampling, given.logits_processor, speculate)
     cache, state = decoding.decode(
         model, given.params, cache, state, num_steps=num_steps, options=options
@@ -422,12 +420,12 @@ def _sum_free_blocks(cache: Cache) -> jax.Array:
     return functools.reduce(operator.add, counts)
 
 
-def _restore_guessing(
+def _restore_speculation(
     sizes: EngineSizes, given: Given, cache: Cache | None
 ) -> PromptLookup | DraftModel | None:
     """Rebuild the speculation options with the draft model's arrays."""
-    guesses = sizes.guesses
-    if not isinstance(guesses, DraftSizes):
-        return guesses
+    speculate = sizes.speculate
+    if not isinstance(speculate, DraftSizes):
+        return speculate
     assert cache is not None
-    return DraftModel(**vars(guesses), params=given.draft_params, cache=cache)
+    return DraftModel(**vars(speculate), params=given.draft_params, cache=cache)

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from jkv.decoding import DecodingOptions, FinishReason, Sampling, spread_seeds
-from jkv.metadata.requests import I32, Integers, Texts, as_domains
+from jkv.metadata.requests import I32, Integers, Texts, as_salts
 from jkv.serving.request.request import (
     NO_VARIANT,
     CheckedRequest,
     Client,
-    Domains,
     Request,
     RequestFields,
+    SaltNumbers,
 )
 
 
@@ -171,7 +171,9 @@ class Limits(NamedTuple):
             )
 
 
-def check_request(limits: Limits, request: Request, domains: Domains) -> CheckedRequest:
+def check_request(
+    limits: Limits, request: Request, numbers: SaltNumbers
+) -> CheckedRequest:
     """Return a request after validation and conversion; raise `RequestRefused`."""
     given = dict(vars(request))
     for name in ("max_new_tokens", "stop_tokens"):
@@ -205,7 +207,7 @@ def check_request(limits: Limits, request: Request, domains: Domains) -> Checked
         ),
         stop_strings=strings,
         spans=None if request.spans is None else _read_spans(request.spans),
-        salt=_read_salt(request.salt, domains),
+        salt=_read_salt(request.salt, numbers),
         client=_read_client(request.client),
     )
     checked = CheckedRequest(**given | read)
@@ -227,7 +229,7 @@ def split_batch(
     n, spread = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
     bound = I32.max if one.max_new_tokens is None else one.max_new_tokens
     most = np.broadcast_to(bound if limits is None else np.asarray(limits), len(rows))
-    domains = np.broadcast_to(np.asarray(as_domains("salts", salts)), len(rows))
+    own_salts = np.broadcast_to(np.asarray(as_salts("salts", salts)), len(rows))
     for i, row in enumerate(rows):
         own = {name: values[i * n : (i + 1) * n] for name, values in spread.items()}
         yield dataclasses.replace(
@@ -235,7 +237,7 @@ def split_batch(
             tokens=row[: np.argmax(np.append(row, -1) < 0)],
             max_new_tokens=min(int(most[i]), bound),
             sampling=Sampling(**own),
-            salt=int(domains[i]),
+            salt=int(own_salts[i]),
         )
 
 
@@ -272,14 +274,14 @@ def _find_longest(ends: np.ndarray[Any, Any]) -> int:
     return int(np.diff(borders).max(initial=1))
 
 
-def _read_salt(salt: Any, domains: Domains) -> int:
+def _read_salt(salt: Any, numbers: SaltNumbers) -> int:
     """Return the number of a salt; raise for other types."""
     if isinstance(salt, int | np.integer):
-        salt = int(np.asarray(as_domains("salt", salt)))
+        salt = int(np.asarray(as_salts("salt", salt)))
     elif not isinstance(salt, str):
         raise RequestRefused(f"salt must be an int or a str, got {salt!r:.60}")
     try:
-        return domains.number(salt)
+        return numbers.number(salt)
     except ValueError as error:
         raise RequestRefused(str(error)) from error
 

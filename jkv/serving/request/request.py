@@ -137,7 +137,7 @@ class CheckedRequest(Request):
     spans: np.ndarray[Any, Any] | None  # i32[P]
 
 
-class Domains:
+class SaltNumbers:
     """Numbers for string salts: negative, in the order of first use.
 
     A cache identifies a salt by 32 bits. The number of a string is valid in one

@@ -147,7 +147,7 @@ class News:
     def note(self, state: RequestState) -> None:
         self._changed[state.request_id] = state
 
-    def tell(self, left: Callable[[RequestState], None]) -> list[Event]:
+    def report(self, left: Callable[[RequestState], None]) -> list[Event]:
         """Return the new events and wake consumers; `left` as for `wake`."""
         events = []
         changed, self._changed = self._changed, {}
@@ -172,19 +172,19 @@ def wake(state: RequestState, left: Callable[[RequestState], None]) -> None:
 logger = logging.getLogger("jkv.serving")
 
 Found = TypeVar("Found")
-Brought = TypeVar("Brought")
+Result = TypeVar("Result")
 
 
-class Turns(Generic[Brought]):
+class StepRunner(Generic[Result]):
     """Lock of the steps, and condition variable of threads waiting for results."""
 
     def __init__(
         self,
-        step: Callable[[], Brought],
+        step: Callable[[], Result],
         is_idle: Callable[[], bool],
         lock: threading.RLock,  # held while requests are read or changed
     ):
-        self.lock, self._news = lock, threading.Condition(lock)
+        self.lock, self._changed = lock, threading.Condition(lock)
         self._turn = threading.Lock()
         self._step, self._is_idle = step, is_idle
         self._thread: threading.Thread | None = None
@@ -195,11 +195,11 @@ class Turns(Generic[Brought]):
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    def take(self) -> Brought:
+    def run_step(self) -> Result:
         """Run a step once no other thread runs one; return its result."""
-        return self.with_turn(self._step)
+        return self.exclusively(self._step)
 
-    def with_turn(self, function: Callable[[], Found]) -> Found:
+    def exclusively(self, function: Callable[[], Found]) -> Found:
         """Run a function in place of a step.
 
         The caller's transfer guard does not apply: a step copies tokens between host
@@ -209,26 +209,26 @@ class Turns(Generic[Brought]):
             with self._turn, jax.transfer_guard("allow"):
                 return function()
         finally:
-            self.tell()
+            self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all waiting threads after a change."""
-        with self._news:
-            self._news.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_for(self, look: Callable[[], Found]) -> Found:
         """Run steps, or wait for them, until `look()` is true; return its value."""
         while True:
-            with self._news:
+            with self._changed:
                 found = look()
                 if found:
                     return found
                 if self.has_thread and self._thread is not threading.current_thread():
                     # The timeout covers a thread that ends between the check and the
                     # wait.
-                    self._news.wait(timeout=1.0)
+                    self._changed.wait(timeout=1.0)
                     continue
-            self.take()
+            self.run_step()
 
     def start(self) -> None:
         """Start the background thread unless it runs already."""
@@ -237,51 +237,49 @@ class Turns(Generic[Brought]):
                 return
             self._is_closing = False
             self._thread = threading.Thread(
-                target=self._go_on, name="jkv-engine", daemon=True
+                target=self._run, name="jkv-engine", daemon=True
             )
             self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread after its current step."""
-        with self._news:
+        with self._changed:
             thread, self._is_closing = self._thread, True
-            self._news.notify_all()
+            self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._thread = None
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: self._is_closing or not self._is_idle())
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or not self._is_idle())
                 if self._is_closing:
                     return
             try:
-                self.take()
+                self.run_step()
             except BaseException:
                 # The requests have failed with this error; the engine serves others.
                 logger.exception("an engine step raised a BaseException")
 
 
 def read_events(
-    turns: Turns[list[Event]],  # run while there is no new event
+    runner: StepRunner[list[Event]],  # run while there is no new event
     state: RequestState,
-    cancel: Callable[
-        [RequestState], object
-    ],  # called when the consumer closes the iterator
+    cancel: Callable[[RequestState], object],  # if the consumer closes the iterator
 ) -> Iterator[Event]:
     """Yield the events of a request until it has finished; raise if it failed."""
     cursor = Cursor(state)
     try:
         while not cursor.is_over:
-            yield from turns.wait_for(cursor.read)
+            yield from runner.wait_for(cursor.read)
     finally:
         cancel(state)
     state.raise_error()
 
 
 async def await_events(
-    turns: Turns[list[Event]],
+    runner: StepRunner[list[Event]],
     state: RequestState,
     cancel: Callable[[RequestState], object],
 ) -> AsyncGenerator[Event, None]:
@@ -292,22 +290,22 @@ async def await_events(
     def wake() -> None:
         running.call_soon_threadsafe(has_news.set)
 
-    with turns.lock:
+    with runner.lock:
         state.listeners.append(wake)
-    turns.start()
+    runner.start()
     try:
         while not cursor.is_over:
             has_news.clear()
-            with turns.lock:
+            with runner.lock:
                 events = cursor.read()
             for event in events:
                 yield event
             if not events:
                 await has_news.wait()
     finally:
-        with turns.lock:
+        with runner.lock:
             if wake in state.listeners:
                 state.listeners.remove(wake)
         cancel(state)
-        turns.tell()
+        runner.notify()
     state.raise_error()

@@ -142,7 +142,7 @@ class Rate:
             self._readings.popleft()
 
 
-class NextRoom:
+class QueueWait:
     """Estimate of the time until the queue has room."""
 
     def __init__(self) -> None:
@@ -209,9 +209,9 @@ class Measures:
     def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:
         """Return the statistics, with current values in `present`."""
         counts: dict[str, Any] = self._counts | vars(self)
-        told = {name: n for name, n in counts.items() if name in EngineStats._fields}
+        known = {name: n for name, n in counts.items() if name in EngineStats._fields}
         return EngineStats(
-            **told,
+            **known,
             num_blocks=num_blocks,
             tokens_per_second=self.generated.read(now),
             time_to_first_token=self.first_token.read(),

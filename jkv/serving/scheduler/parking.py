@@ -24,7 +24,7 @@ from jkv.metadata.requests import Integers
 from jkv.prefixes import evict_cached, match
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.request import RequestState, RequestStatus, Sample
-from jkv.serving.scheduler.retention import Keeping, NoStoring, Storing
+from jkv.serving.scheduler.retention import Keeping, NoOffloading, Offloading
 from jkv.tiers import BlockStore, copy_prefix, count_blank, has_texts, restore
 
 UNLIMITED = 2**62  # bytes
@@ -79,7 +79,7 @@ class Parking:
         self,
         loop: Loop,
         keeping: Keeping,
-        storing: Storing | NoStoring,
+        offloading: Offloading | NoOffloading,
         seconds: float,
         max_bytes: int | None,
         clock: Callable[[], float],
@@ -92,7 +92,7 @@ class Parking:
             )
         self._loop, self._keeping, self._lock = loop, keeping, lock
         self._seconds, self._clock = seconds, clock
-        self._storing = storing if isinstance(storing, Storing) else None
+        self._storing = offloading if isinstance(offloading, Offloading) else None
         self._own = BlockStore(UNLIMITED if max_bytes is None else max_bytes)
         # Ordered by time of parking; a dict as an ordered set.
         self._texts: dict[Parked, None] = {}

@@ -3,7 +3,7 @@
 The device frees finished sequences in the lowest class. `Keeping` raises the cached
 blocks of their sequences to the request's class, until they expire.
 
-`Storing` spills cached blocks to a store and restores them for prompts. Blocks are
+`Offloading` spills cached blocks to a store and restores them for prompts. Blocks are
 spilled before their eviction, so that a fraction of the pool always holds no cached
 block. For each prompt sent to the device, the store is searched first; blocks missing
 in the cache are restored if copying is faster than computing.
@@ -24,7 +24,7 @@ from jkv.metadata.ring import Keep
 from jkv.prefixes import demote, match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
-from jkv.serving.request.request import Domains, RequestState, RequestStatus, Sample
+from jkv.serving.request.request import RequestState, RequestStatus, SaltNumbers, Sample
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.tiers import (
@@ -159,7 +159,7 @@ class _Pace:
         self.num_timed += 1
 
 
-class NoStoring:
+class NoOffloading:
     """Offloading without a store, which does nothing."""
 
     def settle(self, dispatched: list[RequestState], *, is_running: bool) -> None:
@@ -182,7 +182,7 @@ class NoStoring:
         return {}
 
 
-class Storing:
+class Offloading:
     """Offloading between a cache and its store."""
 
     def __init__(
@@ -191,7 +191,7 @@ class Storing:
         store: BlockStore,
         share: float,
         version: str | None,  # of the weights; None: the store's, or a digest
-        domains: Domains,
+        salt_numbers: SaltNumbers,
         keeping: Keeping,
     ):
         if isinstance(loop, SharedLoop):
@@ -204,7 +204,7 @@ class Storing:
         store.belong(Layout.of(loop.cache))
         self._loop, self._store, self._keeping = loop, store, keeping
         version = version or store.version or loop.digest_weights()
-        self._names = Names(version, domains.name)
+        self._names = Names(version, salt_numbers.name)
         sizes = [*loop.num_blocks]
         if num_places := loop.cache.metadata.index.num_places:
             sizes.append(num_places)
@@ -215,7 +215,7 @@ class Storing:
         # Number of restored blocks by prompt, until its admission.
         self._awaited: dict[RequestState, int] = {}
         self._read = -math.inf  # time when the last window was read
-        self._untold = 0.0, 0  # seconds and tokens not yet averaged
+        self._unaveraged = 0.0, 0  # seconds and tokens not yet averaged
         names = "spilled_blocks", "restored_blocks", "restored_tokens"
         self._done = dict.fromkeys(names, 0)
 
@@ -228,8 +228,7 @@ class Storing:
         states = dict.fromkeys(dispatched)
         if states or not is_running:
             size = self._loop.cache.block_size
-            prompts = [state.request.tokens for state in states]
-            self._ask(sum(-(-len(tokens) // size) for tokens in prompts))
+            self._ask(sum(-(-len(each.request.tokens) // size) for each in states))
         if lacking := self._find_lacking():
             self._spill(lacking)
         for state in states:
@@ -243,13 +242,13 @@ class Storing:
         prompt tokens are timed together.
         """
         if prompt_tokens:
-            seconds, tokens = self._untold
+            seconds, tokens = self._unaveraged
             seconds += now - max(started, self._read)
             tokens += prompt_tokens
             if tokens >= FEWEST_TIMED:
                 self._computing.add(seconds, tokens)
                 seconds, tokens = 0.0, 0
-            self._untold = seconds, tokens
+            self._unaveraged = seconds, tokens
         self._read = now
 
     def warm_up(self) -> None:

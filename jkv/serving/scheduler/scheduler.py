@@ -26,21 +26,22 @@ from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.programs import Arrivals, Change, WindowReport
 from jkv.serving.request.request import (
+    CheckedRequest,
     Client,
-    Domains,
     EngineError,
     Extension,
     RequestState,
     RequestStatus,
+    SaltNumbers,
     Sample,
     SequenceNews,
 )
 from jkv.serving.request.results import Event, News, Results, wake
 from jkv.serving.request.texts import Detokenize, TextStream
-from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
+from jkv.serving.scheduler.measures import EngineStats, Measures, QueueWait
 from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
-from jkv.serving.scheduler.retention import Keeping, NoStoring, Storing
+from jkv.serving.scheduler.retention import Keeping, NoOffloading, Offloading
 from jkv.status import UsageError
 from jkv.tiers import BlockStore
 
@@ -152,21 +153,21 @@ class Scheduler:
         self.lock = threading.RLock()
         self.queue = Queue(sizes.num_prompts, sizes.config.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
-        self.domains, self._keeping = Domains(), Keeping(loop, options.clock)
-        self.storing: Storing | NoStoring = NoStoring()
+        self.salt_numbers, self._keeping = SaltNumbers(), Keeping(loop, options.clock)
+        self.offloading: Offloading | NoOffloading = NoOffloading()
         if options.store is not None:
-            self.storing = Storing(
+            self.offloading = Offloading(
                 loop,
                 options.store,
                 options.store_share,
                 options.store_version,
-                self.domains,
+                self.salt_numbers,
                 self._keeping,
             )
         self.parking = Parking(
             loop,
             self._keeping,
-            self.storing,
+            self.offloading,
             options.park_seconds,
             options.max_parked_bytes,
             options.clock,
@@ -181,14 +182,14 @@ class Scheduler:
         self._unread: _Window | None = None
         self._news = News()
         self._next_id = 0
-        self._room = NextRoom()
+        self._room = QueueWait()
         self._failure: BaseException | None = None
 
     def warm_up(self, progress: Progress | None) -> int:
         """Compile all programs; arguments and result as for `Loop.warm_up`."""
         num_programs = self.loop.warm_up(progress)
         self._keeping.warm_up()
-        self.storing.warm_up()
+        self.offloading.warm_up()
         return num_programs
 
     @property
@@ -208,13 +209,13 @@ class Scheduler:
         most = self._options.max_waiting
         return most is None or self.queue.num_waiting < most
 
-    def add(self, state: RequestState, resumed: Parked | None = None) -> None:
-        """Enqueue a request, optionally as the continuation of a parked sequence."""
+    def add(self, request: CheckedRequest, resumed: Parked | None = None) -> int:
+        """Enqueue a request, optionally to continue a parked one; return its number."""
         # The user's detokenizer may be slow, so it runs without the lock.
         stream, detokenize = None, self._options.detokenize
         if detokenize is not None:
-            prompt = state.request.tokens.tolist()
-            stream = TextStream(detokenize, prompt, state.request.stop_strings)
+            prompt = request.tokens.tolist()
+            stream = TextStream(detokenize, prompt, request.stop_strings)
         with self.lock:
             if self._failure is not None:
                 raise EngineError(
@@ -226,15 +227,16 @@ class Scheduler:
                     f"{self.queue.num_waiting} already; submit again later",
                     self._room.find_wait(self.measures.begun, self._options.clock()),
                 )
-            now = self._options.clock()
+            state, now = RequestState(request), self._options.clock()
             state.begin(self._next_id, now, stream)
             self._next_id += 1
             self.queue.add(state)
             if resumed is not None:
                 resumed.resumed_by = state
             self._news.follow(state)
-            if state.request.timeout is not None:
-                self._deadlines[state.request_id] = now + state.request.timeout
+            if request.timeout is not None:
+                self._deadlines[state.request_id] = now + request.timeout
+            return state.request_id
 
     def find(self, request_id: int) -> RequestState:
         """Return an unfinished request, or a finished one with retained results."""
@@ -303,7 +305,7 @@ class Scheduler:
                 **self.queue.count_states(),
                 version=self._versions.newest,
                 **self.parking.count(),
-                **self.storing.read(),
+                **self.offloading.read(),
             )
 
     def update_params(self, update: Update) -> int:
@@ -319,7 +321,7 @@ class Scheduler:
             if not update.keep_cached:
                 self.loop.forget_cached()
                 self.parking.forget_blocks()
-            self.storing.begin_version(
+            self.offloading.begin_version(
                 update.store_version, keep_cached=update.keep_cached
             )
             if update.recompute:
@@ -358,7 +360,7 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
         with self.lock:
-            return self._news.tell(self._cancel)
+            return self._news.report(self._cancel)
 
     def _start_window(self) -> _Window | None:
         with self.lock:
@@ -378,7 +380,7 @@ class Scheduler:
         requests = [each for some, _ in changes for each, _ in some]
         if self.parking:
             self.parking.settle(lengths, requests)
-        self.storing.settle(requests, is_running=self._unread is not None)
+        self.offloading.settle(requests, is_running=self._unread is not None)
         started = self._options.clock()
         report = self.loop.start_window(
             [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
@@ -393,11 +395,10 @@ class Scheduler:
         """Return bounds of the sequence lengths on the device after the next window."""
         ahead = 2 * self._sizes.max_window_tokens  # the previous window is unread
         lengths = []
-        for sample in self.queue.find_computed():
-            if sample is not None:
-                request = self.queue.requests[sample.request_id].request
-                num_new = min(request.max_new_tokens, len(sample.tokens) + ahead)
-                lengths.append(len(request.tokens) + num_new)
+        for sample in filter(None, self.queue.find_computed()):
+            request = self.queue.requests[sample.request_id].request
+            num_new = min(request.max_new_tokens, len(sample.tokens) + ahead)
+            lengths.append(len(request.tokens) + num_new)
         return lengths
 
     def _read_window(self, window: _Window) -> None:
@@ -424,7 +425,7 @@ class Scheduler:
                 self.measures.add_times(state, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             prompt_tokens = int(report.statistics.prompt_tokens)
-            self.storing.note_window(prompt_tokens, window.started, now)
+            self.offloading.note_window(prompt_tokens, window.started, now)
             self.measures.free_blocks = int(report.num_free_blocks)
 
     def _extend(

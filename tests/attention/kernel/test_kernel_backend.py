@@ -16,10 +16,10 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import choice, paged_attention
-from jkv.attention.backend import Backend, Card, Gradients
+from jkv.attention.backend import Backend, DeviceType, Gradients
 from jkv.attention.kernel import backend
-from jkv.attention.xla.face import attend_xla
 from jkv.attention.xla.gradients import differentiate_plainly
+from jkv.attention.xla.interface import attend_xla
 
 
 def require_backend():
@@ -56,22 +56,22 @@ class Toy(Backend):
     """
 
     name = "toy"
-    platforms = unasked = ("cpu",)
+    platforms = default_platforms = ("cpu",)
 
-    def why_not(self, call, card):
-        assert card == Card("cpu", None)
+    def why_not(self, call, device):
+        assert device == DeviceType("cpu", None)
         return None if call.num_rows == 1 else f"it takes 1 row, not {call.num_rows}"
 
-    def attend(self, call, card):
-        del card
+    def attend(self, call, device):
+        del device
         output, lse = attend_xla(call)
         return -output * call.plans.get("toy", 1), lse
 
-    def why_not_derived(self, call, card):
-        return self.why_not(call, card)
+    def why_not_derived(self, call, device):
+        return self.why_not(call, device)
 
-    def differentiate(self, call, cotangents, card):
-        del card
+    def differentiate(self, call, cotangents, device):
+        del device
         of_queries, *others = differentiate_plainly(call, cotangents)
         return Gradients(jnp.full_like(of_queries, 7.0), *others)
 
@@ -129,7 +129,7 @@ def test_a_backend_is_a_value():
 @pytest.mark.one_end
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
 @pytest.mark.usefixtures("toy")
-def test_a_backend_says_what_it_does_not_take():
+def test_a_named_backend_refuses_unsupported_calls():
     named, rows = attend(3, implementation="toy")
     with pytest.raises(
         NotImplementedError, match="'toy' does not support this call: it takes"

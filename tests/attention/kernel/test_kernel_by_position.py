@@ -150,7 +150,7 @@ def make_branches():
 
 
 def list_branches(arguments):
-    """The lists of that call as a step's plan has them on a card."""
+    """The lists of that call as a step's plan has them on a GPU."""
     tables, *others = map(jnp.asarray, arguments[4:])
     requests = Requests(tables, *others)
     owners = jnp.bincount(tables.reshape(-1), length=100).astype(jnp.int32)
@@ -163,7 +163,7 @@ def list_branches(arguments):
 
 
 @pytest.mark.parametrize("options", few([*WITHOUT_WINDOW, "everything"], "plain"))
-def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
+def test_shared_prefixes_are_read_in_one_tile_bit_identically(options):
     """By the table of the first of a tile: the others' tables are not read."""
     attend, arguments = make_attend(options), make_branches()
     expected = attend(*arguments)

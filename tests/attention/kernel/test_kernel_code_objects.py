@@ -87,14 +87,14 @@ def test_other_code_is_loaded_too(folder):
     ]
 
 
-def test_what_does_not_load_is_an_error(folder):
+def test_an_invalid_code_object_is_an_error(folder):
     for _ in range(2):  # nothing of it is kept
         with pytest.raises(Exception, match="jkv_store: no binary for this card"):
             run(KERNEL._replace(code=b"no ELF at all"), np.int32([1, 2, 3]))
         assert read_new(folder) == ["load o EL"]
 
 
-def test_without_hip_it_is_said(folder):
+def test_missing_hip_is_reported(folder):
     program = f"""
 import pathlib, sys
 sys.path.insert(0, {str(FOLDER)!r})

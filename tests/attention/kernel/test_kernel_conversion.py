@@ -15,7 +15,7 @@ from jkv.formats.scaled import Scaled
 pytestmark = pytest.mark.one_end
 
 FORMATS = [jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.float8_e5m2]
-# bfloat16 holds all codes exactly, and every card multiplies it.
+# bfloat16 holds all codes exactly, and every GPU multiplies it.
 SHAPES = [
     fit(Shape(16, 16, "bfloat16", *2 * [jnp.dtype(each).name])) for each in FORMATS
 ]
@@ -29,11 +29,11 @@ def meaning(kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_operands_are_what_the_codes_mean(kv_dtype):
-    """By bits, as on a card, and as interpreted.
+def test_operands_equal_the_decoded_codes(kv_dtype):
+    """By bits, as on a GPU, and as interpreted.
 
     By bits e4m3's small numbers are subnormal ones of float32 for a while, which this
-    processor takes for zero and cards do not; and its NaN comes out as some number.
+    processor takes for zero and GPUs do not; and its NaN comes out as some number.
     """
     expected = meaning(kv_dtype)
     is_e5m2 = kv_dtype == jnp.float8_e5m2
@@ -95,7 +95,7 @@ def test_attention_reads_every_code(implementation):
 
 @pytest.mark.parametrize("interpret", (False, True))
 def test_powers_of_two_in_pairs(interpret):
-    """As on a card (one operation after the other: XLA leaves one out) and here."""
+    """As on a GPU (one operation after the other: XLA leaves one out) and here."""
 
     def power_of(x):
         return np.asarray(exp2_in_pairs(jnp.float32(x), interpret=interpret))

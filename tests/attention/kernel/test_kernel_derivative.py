@@ -128,7 +128,7 @@ def case(**fields):
 
 
 def fitted(this: Case) -> Case:
-    """The same in the nearest shape that the card at hand serves."""
+    """The same in the nearest shape that the GPU at hand serves."""
     asked = this.head_dim, this.value_dim, this.queries, this.pools, this.pools
     found = fit(Shape(*asked, is_derived=True))
     return dataclasses.replace(
@@ -167,7 +167,7 @@ REFERRED, SECOND, *FURTHER = CASES
 
 
 @pytest.mark.parametrize("name", few(with_further(CASES, *FURTHER), REFERRED))
-def test_equal_those_of_the_plain_path(name):
+def test_gradients_equal_the_plain_path(name):
     """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""
     this = CASES[name]
     variables, requests = this.arguments()
@@ -273,7 +273,7 @@ def make_call_of(this, requests):
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
 @pytest.mark.one_end
 def test_the_platform_chooses(platform):
-    """The kernels where the table has a row for any card, else the plain path."""
+    """The kernels where the table has a row for any GPU, else the plain path."""
 
     def loss(queries, keys, values, *rest):
         output = paged_attention(queries, keys, values, *rest)
@@ -292,7 +292,7 @@ def test_the_platform_chooses(platform):
     names = ["jkv_decode", "jkv_isolate", "jkv_join", "jkv_prefill"]
     gradients = ["jkv_isolate_queries", "jkv_query_gradients", "jkv_token_gradients"]
     assert sorted(find_names("float16")) == sorted(names + gradients)
-    # NVIDIA's cards have a derivative where the result is the plain path's; an AMD card
+    # NVIDIA's GPUs have a derivative where the result is the plain path's; an AMD GPU
     # that is not known may be one that multiplies no float32.
     kernels = gradients if platform == "cuda" else []
     assert sorted(find_names("float32")) == kernels
@@ -319,7 +319,7 @@ def score_loss(implementation, head_dim=32):
         queries = jnp.stack([hidden, -hidden], axis=1)
         attended = jkv.attend(cache, 0, batch, queries, implementation=implementation)
         rows = hidden + attended.sum(axis=1)
-        return (rows @ params.T)[batch.asked_rows], cache
+        return (rows @ params.T)[batch.logit_rows], cache
 
     def loss(params):
         scores = jkv.score(model, params, prompts, texts, config=config)
@@ -333,8 +333,8 @@ def score_loss(implementation, head_dim=32):
     "platform, target, head_dim", [("cuda", "sm_90", 32), ("rocm", "gfx942", 64)]
 )
 @pytest.mark.one_end
-def test_scores_take_it_where_there_is_a_card(monkeypatch, platform, target, head_dim):
-    """Their keys and values are float32, which cards multiply in different ways."""
+def test_score_uses_the_kernel_on_a_gpu(monkeypatch, platform, target, head_dim):
+    """Their keys and values are float32, which GPUs multiply in different ways."""
     monkeypatch.setattr(backend, "find_target", {platform: target}.get)
     loss, params = score_loss(None, head_dim)
     given = (shape(*params.shape, dtype=params.dtype),)

@@ -21,7 +21,7 @@ from support.tolerances import is_close
 from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies import join, walk
 from jkv.attention.kernel.tiles import table as tile_table
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 
 pytestmark = pytest.mark.one_end
 
@@ -201,7 +201,7 @@ GRADIENTS = {
 
 
 def fitted(this, is_derived=False):
-    """The same in the nearest shape that the card at hand serves."""
+    """The same in the nearest shape that the GPU at hand serves."""
     dtypes = this.queries, this.storage, this.storage
     found = fit(Shape(this.dim, this.value_dim, *dtypes, is_derived))
     return dataclasses.replace(
@@ -252,11 +252,16 @@ FURTHER = "bfloat16", "int8", "latent", "by position", "by position, latent"
 
 
 @pytest.mark.parametrize("name", with_further(CASES, *FURTHER))
-def test_what_is_not_finite_stays_where_it_is_seen(name):
+def test_non_finite_values_affect_only_rows_that_attend_to_them(name):
     check(CASES[name])
 
 
-OF_CDNA = Ways.FULL_FIRST | Ways.CARRIED | Ways.EXP2_IN_PAIRS | Ways.ROUNDED_BY_BITS
+OF_CDNA = (
+    Techniques.FULL_FIRST
+    | Techniques.CARRIED
+    | Techniques.EXP2_IN_PAIRS
+    | Techniques.ROUNDED_BY_BITS
+)
 
 
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles and maxima")
@@ -268,7 +273,7 @@ def test_as_on_cdna(monkeypatch):
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
-    # Triton's are not XLA's, on any card.
+    # Triton's are not XLA's, on any GPU.
     as_triton = types.SimpleNamespace(**vars(jnp))
     as_triton.maximum, as_triton.max = jnp.fmax, jnp.nanmax
     for module in (walk, join):

@@ -138,7 +138,7 @@ def test_byte_pools_of_two_to_four_gib_are_refused():
 
 
 @pytest.mark.one_end
-def test_cards_and_families():
+def test_gpus_belong_to_families():
     expected = {
         ("rocm", "gfx90a"): "cdna",
         ("rocm", "gfx942"): "cdna",
@@ -162,7 +162,7 @@ def test_cards_and_families():
 
 
 @pytest.mark.one_end
-def test_what_has_no_row_is_said():
+def test_missing_table_rows_are_reported():
     float32 = make_shapes(dtype="float32")
     assert why_not(*float32, "rocm", "gfx942") is None
     for card in ("gfx1100", "gfx1201"):
@@ -189,7 +189,7 @@ def call_shapes(dtype):
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
 @pytest.mark.one_end
 def test_the_platform_chooses(platform):
-    """The kernel where the table has a row for any card, the plain path otherwise."""
+    """The kernel where the table has a row for any GPU, the plain path otherwise."""
     lowered = lower(paged_attention, call_shapes("float16"), platform)
     assert len(find_kernels(lowered)) == 4
     lowered = lower(paged_attention, call_shapes("float32"), platform)
@@ -199,7 +199,7 @@ def test_the_platform_chooses(platform):
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it lowers for cards that are not here")
 def test_a_forced_kernel_is_refused_where_it_cannot_be():
-    """When the program is lowered, or traced if the card is named by then."""
+    """When the program is lowered, or traced if the GPU is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")
     assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 4
     for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA only")):

@@ -4,7 +4,7 @@ Needs the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds the 
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
 to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
 that the table promises, which takes half an hour. With `-k gfx942` the rows of that
-card alone are made anew.
+GPU alone are made anew.
 """
 
 import functools
@@ -36,7 +36,7 @@ from support.slot_writes import shape_write
 
 from jkv.attention.call import Past
 from jkv.attention.kernel.launches.slots import store_rows
-from jkv.attention.kernel.tiles.table import TABLE, Ways
+from jkv.attention.kernel.tiles.table import TABLE, Techniques
 from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 triton = pytest.importorskip(
@@ -83,7 +83,7 @@ def _with_the_others():
 
 
 def _find_part(entry):
-    """The card, and which of the tests here compiled it."""
+    """The GPU, and which of the tests here compiled it."""
     tests = {
         "jkv_query_gradients": "derivative",
         "jkv_token_gradients": "derivative",
@@ -153,7 +153,7 @@ def test_nothing_spills(platform, target, known, shapes):
             assert code.spills == 0 or kernel.name in RARE, table[-1]
             assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
             soft_cap = None if fields.get("options") in (None, "window") else 30.0
-            is_carried = Ways.CARRIED in tuning.decode_tile(soft_cap).ways
+            is_carried = Techniques.CARRIED in tuning.decode_tile(soft_cap).ways
             if kernel.name == "jkv_decode" and is_carried:
                 # One for a tile; one before it for the ids of several blocks. gfx12
                 # loads scales of two tokens into the halves of one register: the second

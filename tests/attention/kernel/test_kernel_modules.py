@@ -24,13 +24,13 @@ from support.slot_writes import Sizes, shape_write
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.face import Pallas, Triton
+from jkv.attention.kernel.interface import Pallas, Triton
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 
 def lower_call(platform, target, way, *, head_dim=128, options="all", **fields):
-    """A call with all options there are, in tiles for a card."""
+    """A call with all options there are, in tiles for a GPU."""
     queries, pools = make_shapes(head_dim, **fields)
     tuning = find_tuning(queries, pools, platform, target)
     given = {}
@@ -299,7 +299,7 @@ def refuse(x_ref, out_ref, *, what):
         ),
     ],
 )
-def test_what_has_no_rule_is_said(what, dtype, said):
+def test_primitives_without_a_rule_are_reported(what, dtype, said):
     kernel = functools.partial(refuse, what=what)
     with pytest.raises(NotImplementedError, match=f"(?s){said}"):
         lower_toy(kernel, "rocm", written_for("rocm"), dtype)
@@ -307,10 +307,10 @@ def test_what_has_no_rule_is_said(what, dtype, said):
 
 @pytest.mark.one_end
 def test_chosen_where_pallas_is_missing(monkeypatch):
-    """The change for that day: `unasked` moves to another class."""
+    """The change for that day: `default_platforms` moves to another class."""
     monkeypatch.setattr(Pallas, "_why_missing", lambda *_: "it is gone")
     assert not find_kernels(lower(paged_attention, call_shapes(5), "rocm"))
-    monkeypatch.setattr(Triton, "unasked", Pallas.unasked)
+    monkeypatch.setattr(Triton, "default_platforms", Pallas.default_platforms)
     # Of other shapes: earlier traces are kept.
     assert len(find_kernels(lower(paged_attention, call_shapes(6), "rocm"))) == 4
 

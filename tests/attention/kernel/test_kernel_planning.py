@@ -1,4 +1,4 @@
-"""The lists of a step: made by `append` where there is a card, used by all layers."""
+"""The lists of a step: made by `append` where there is a GPU, used by all layers."""
 
 import dataclasses
 import functools
@@ -14,8 +14,8 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import backend
-from jkv.attention.backend import Card
-from jkv.attention.kernel import face
+from jkv.attention.backend import DeviceType
+from jkv.attention.kernel import interface
 from jkv.attention.kernel.launches import attention as launches
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning
@@ -28,14 +28,14 @@ CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 
 @pytest.fixture
 def with_card(monkeypatch):
-    """As on a machine with a card for which kernels are cut as they are interpreted."""
-    monkeypatch.setattr(face, "find_gpu", lambda: Card("cpu", "interpreted"))
-    monkeypatch.setattr(planning, "find_card_tuning", lambda _: INTERPRETED)
+    """As on a machine with a GPU for which kernels are cut as they are interpreted."""
+    monkeypatch.setattr(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted"))
+    monkeypatch.setattr(planning, "find_local_tuning", lambda _: INTERPRETED)
 
 
 @pytest.fixture
 def with_mi300x(monkeypatch):
-    """As on a machine with that card, except that nothing runs there."""
+    """As on a machine with that GPU, except that nothing runs there."""
     monkeypatch.setattr(backend, "find_target", {"rocm": "gfx942", "cuda": None}.get)
 
 
@@ -164,7 +164,7 @@ def test_scoring_uses_the_lists_of_its_step(num_listed):
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_mi300x")
-def test_a_card_is_known_by_its_table():
+def test_plans_use_the_tuning_of_the_gpu():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     # As many programs as an MI300X holds, for two kv heads.
@@ -173,7 +173,7 @@ def test_a_card_is_known_by_its_table():
 
 
 @pytest.mark.one_end
-def test_without_a_card_nothing_is_listed():
+def test_without_a_gpu_no_work_is_listed():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     assert batch.plan is None
@@ -209,7 +209,7 @@ MODELS = {
 @pytest.mark.one_end
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.usefixtures("with_mi300x")
-def test_whatever_the_model_has_of_heads(num_listed, model):
+def test_plans_for_all_head_layouts(num_listed, model):
     """Chunks of prompts and single tokens in a window, and first rows of a step."""
     changes, num_heads = MODELS[model]
     config = small_config(num_layers=2, **{"dtype": "bfloat16"} | changes)

@@ -85,7 +85,7 @@ CASES = [
 @pytest.mark.parametrize(
     "sizes", few(CASES, CASES[0], CASES[4], CASES[7], CASES[10]), ids=str
 )
-def test_it_stores_what_the_scatter_stores(sizes):
+def test_the_kernel_stores_bits_of_the_scatter(sizes):
     write = draw_write(sizes)
     found, wanted = jax.jit(here)(write), jax.jit(scatter)(write)
     assert_same_bits(found, wanted)
@@ -151,7 +151,7 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
 
 
 @pytest.mark.one_end
-def test_what_scatters_store():
+def test_writes_left_to_scatters():
     def ask(**changes):
         dtype = changes.pop("stored", None)
         write = shape_write(Sizes(**changes))
@@ -173,7 +173,7 @@ def test_what_scatters_store():
 
 
 @pytest.mark.one_end
-def test_which_cards_have_it(monkeypatch):
+def test_gpus_with_a_store_kernel(monkeypatch):
     write = make_write(Sizes(), jnp.zeros)
     monkeypatch.setattr(backend, "find_target", lambda _: None)
     assert choice.find_stores(write) == {}
@@ -309,7 +309,7 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("kind", few(DERIVATIVES, "forward", "many"))
-def test_derivatives_are_those_of_the_scatter(kind):
+def test_store_derivatives_equal_the_scatter(kind):
     """Of the arrays and of the rows, from the stored values."""
     stored = WithStore(dict.fromkeys(("cpu", "rocm", "cuda"), here))
     numbers = stored.write.arrays, stored.write.rows
@@ -323,7 +323,7 @@ def test_derivatives_are_those_of_the_scatter(kind):
 
 
 @pytest.mark.one_end
-def test_what_is_differentiated_has_scatters():
+def test_differentiated_writes_use_scatters():
     """And a program beside it the kernel, also of several writes."""
     stored = WithStore({"rocm": compiled})
     numbers = stored.write.arrays, stored.write.rows

@@ -23,7 +23,7 @@ from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies import loads, scores, walk
 from jkv.attention.kernel.elements import conversion
 from jkv.attention.kernel.tiles import table as tile_table
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 
 quantize = jax.jit(formats.quantize, static_argnums=1)
 restore = jax.jit(formats.restore, static_argnums=2)
@@ -31,13 +31,13 @@ restore = jax.jit(formats.restore, static_argnums=2)
 
 @jax.jit
 def turn_and_back(rows):
-    turned = formats.FORMATS[jnp.dtype("int4")].turn(rows)
-    return formats.FORMATS[jnp.dtype("int4")].turn_back(turned.astype(jnp.float32))
+    rotated = formats.FORMATS[jnp.dtype("int4")].rotate(rows)
+    return formats.FORMATS[jnp.dtype("int4")].rotate_back(rotated.astype(jnp.float32))
 
 
 # Of prompts on AMD's CDNA.
-OF_PROMPTS = Ways.FULL_FIRST | Ways.SCALAR_IDS
-OF_PROMPTS |= Ways.EXP2_IN_PAIRS | Ways.ROUNDED_BY_BITS
+OF_PROMPTS = Techniques.FULL_FIRST | Techniques.SCALAR_IDS
+OF_PROMPTS |= Techniques.EXP2_IN_PAIRS | Techniques.ROUNDED_BY_BITS
 
 LAYER = 1
 NUM_ROWS = 12
@@ -187,7 +187,7 @@ def case(**fields) -> Case:
 
 
 def fitted(this: Case, is_derived: bool = False) -> Case:
-    """The same in the nearest shape that the card at hand serves."""
+    """The same in the nearest shape that the GPU at hand serves."""
     # Rows in int4 are rotated whole: values within them are cut off afterwards.
     is_cut = this.is_latent and "int4" in this.dtypes
     value_dim = this.head_dim if is_cut else this.value_dim
@@ -420,7 +420,9 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     is_prefill = kernel == "prefill"
     tile = dataclasses.replace(
         getattr(tile_table.INTERPRETED, kernel),
-        ways=Ways.CARRIED | Ways.WORDS | (OF_PROMPTS if is_prefill else Ways(0)),
+        ways=Techniques.CARRIED
+        | Techniques.WORDS
+        | (OF_PROMPTS if is_prefill else Techniques(0)),
         section=32,
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, **{kernel: tile})
@@ -531,7 +533,7 @@ def test_large_half_precision_values_do_not_overflow():
     assert_close(attend_large_values(), np.full((1, 1, LARGE.head_dim), 6e4))
 
 
-def test_gradients_are_those_of_the_plain_path():
+def test_kernel_gradients_equal_the_plain_path():
     this = DERIVED
     arguments = this.arguments(this.operands("mixed"))
 
@@ -583,7 +585,7 @@ def test_values_in_the_keys_are_a_slice_of_them(implementation):
 
 
 @pytest.mark.one_end
-def test_refusals_say_why():
+def test_refusals_give_the_reason():
     good = case().arguments(case().operands("decode"))
 
     def refuses(words, this, arguments):

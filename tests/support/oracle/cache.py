@@ -22,7 +22,7 @@ class Sequence:
     created: int = 0  # the clock when it was opened
     last_used: int = 0  # and when it was last used
     epoch: int = 0  # and when it was opened or lost tokens
-    # For prefix caching: its domain, and how many of its tokens it has made visible,
+    # For prefix caching: its salt, and how many of its tokens it has made visible,
     # None once its chain has a gap.
     salt: int = 0
     visible: int | None = 0
@@ -89,7 +89,7 @@ class Cache:
     ):
         """Of each group: blocks in its pool, window or None, tokens of sinks."""
         self.states: StateRules | None = states
-        # (domain, tokens) of each snapshot, the one unused for longest first: at how
+        # (salt, tokens) of each snapshot, the one unused for longest first: at how
         # many tokens its state stands.
         self.snapshots: dict[tuple[int, tuple[Any, ...]], int] = {}
         self.groups = [Group(size, block_size, *window) for size, *window in groups]
@@ -101,7 +101,7 @@ class Cache:
         self.clock = 0
         self.num_classes = 1
         self.pruning = False
-        # (domain, all tokens up to a block's end): the block of each group, or None.
+        # (salt, all tokens up to a block's end): the block of each group, or None.
         # The leading group has one always: the first without a window, or the widest.
         self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
         windows = [group.window or float("inf") for group in self.groups]
@@ -459,9 +459,9 @@ class Cache:
         """Forget this block, and its successors in a chain that it proves."""
         if g == self.leader and self.groups[g].window is None:
             for salt, tokens in [k for k, b in self.index.items() if b[g] == block]:
-                for domain, text in list(self.index):
-                    if (domain, text[: len(tokens)]) == (salt, tokens):
-                        del self.index[domain, text]
+                for own_salt, text in list(self.index):
+                    if (own_salt, text[: len(tokens)]) == (salt, tokens):
+                        del self.index[own_salt, text]
         self._forget(g, [block])
 
     def _blocks_for(self, length):

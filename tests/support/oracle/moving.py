@@ -134,7 +134,7 @@ class Oracle(PruningCache):
     def spill(self, num_blocks):
         """Forget the next blocks to evict; those beside the leader's go along.
 
-        Returns which groups held each text's last block, by domain and tokens; of
+        Returns which groups held each text's last block, by salt and tokens; of
         snapshots at how many tokens each stands; and the class of each text's last
         block, and up to when.
         """
@@ -182,7 +182,7 @@ class Oracle(PruningCache):
         """Restore spilled blocks, as far as there are unused blocks.
 
         Args:
-          texts: domain and tokens up to the end of each column, in order.
+          texts: salt and tokens up to the end of each column, in order.
           spilled: which groups hold the last block of each.
           places: of snapshots, at how many tokens each stands.
           kept: the class of each text's last block, and up to when.

@@ -82,8 +82,8 @@ class PrefixCache(Cache):
         start = len(chain) * T
         partial = [
             common(tokens[start:], prompt[start:usable])
-            for (domain, tokens), blocks in self.index.items()
-            if (domain, tokens[:start]) == (salt, tuple(prompt[:start]))
+            for (own_salt, tokens), blocks in self.index.items()
+            if (own_salt, tokens[:start]) == (salt, tuple(prompt[:start]))
             and len(tokens) == start + T
             and None not in blocks
             and not self.states  # a state cannot go on from within a block
@@ -167,12 +167,12 @@ class PrefixCache(Cache):
 
     def forget(self, salt=None):
         """Forget one salt, or all; its sequences' blocks never become visible."""
-        for domain, text in list(self.snapshots):
-            if salt in (None, domain):
-                del self.snapshots[domain, text]
-        for domain, tokens in list(self.index):
-            if salt in (None, domain):
-                del self.index[domain, tokens]
+        for own_salt, text in list(self.snapshots):
+            if salt in (None, own_salt):
+                del self.snapshots[own_salt, text]
+        for own_salt, tokens in list(self.index):
+            if salt in (None, own_salt):
+                del self.index[own_salt, tokens]
         for each in self.open.values():
             if each.tokens and salt in (None, each.salt):
                 each.visible = None

@@ -25,7 +25,7 @@ from jkv.attention.kernel.bodies.loads import (
 from jkv.attention.kernel.bodies.rows import locate_rows
 from jkv.attention.kernel.bodies.walk import Walk, start_walk, walk_tiles
 from jkv.attention.kernel.elements.sections import Section
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 from jkv.attention.kernel.tiles.variant import Variant
 
 # A position past all tokens.
@@ -115,7 +115,7 @@ def _find_broken(walk: Walk, of_keys: bool, before: jax.Array) -> jax.Array:
 
     def find(trip: jax.Array, found: jax.Array) -> jax.Array:
         tile = walk.load(trip)
-        if Ways.CARRIED in walk.variant.tile.ways:
+        if Techniques.CARRIED in walk.variant.tile.ways:
             tile = to_operands(tile, len(walk.value_sections), walk.variant)
         looked_at = tile.keys, tile.key_scales
         if not of_keys:

@@ -15,7 +15,7 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.elements.conversion import BFLOAT16, FLOAT32, WORD, bitcast
 from jkv.attention.kernel.elements.formats import KernelFormat
 from jkv.attention.kernel.elements.sections import Section, cut
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.lists import Lanes, SharedLanes, Work
 
@@ -176,7 +176,7 @@ def load_tokens(
         for number in range(1, tile_tokens // block_size):
             block = jnp.where(which >= number, read_block(first_column + number), block)
     row = block if is_in_one_block else block[:, None]
-    is_stored = Ways.CARRIED in variant.tile.ways
+    is_stored = Techniques.CARRIED in variant.tile.ways
 
     def load(
         pool: jax.Array,
@@ -215,7 +215,7 @@ def _selects_blocks(block_size: int, variant: Variant) -> bool:
     """True if a whole tile consists of few whole blocks with scalar ids."""
     num_blocks, rest = divmod(variant.tile.tokens, block_size)
     is_few = rest == 0 and num_blocks <= _MOST_BLOCKS
-    return Ways.SCALAR_IDS in variant.tile.ways and is_few
+    return Techniques.SCALAR_IDS in variant.tile.ways and is_few
 
 
 def to_operands(

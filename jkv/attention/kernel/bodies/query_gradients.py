@@ -81,7 +81,7 @@ def isolate_queries(
     lax.fori_loop(jnp.int32(0), times, isolate, None)
 
 
-class _Weighed(NamedTuple):
+class _Cotangents(NamedTuple):
     """A walk with the cotangents of its rows."""
 
     walk: Walk
@@ -92,10 +92,10 @@ class _Weighed(NamedTuple):
 
 def _start_walk(
     o: Operands, cotangents: Cotangents, rows: QueryRows, variant: Variant
-) -> _Weighed:
+) -> _Cotangents:
     walk = start_walk(o, variant, rows)
     where, dtype = (rows.row, rows.head, walk.valid), variant.weight_dtype
-    return _Weighed(
+    return _Cotangents(
         walk,
         d_output=[
             load_rows(cotangents.d_output, *where, each, dtype)
@@ -106,7 +106,7 @@ def _start_walk(
     )
 
 
-def _walk_tiles(weighed: _Weighed) -> tuple[jax.Array, ...]:
+def _walk_tiles(weighed: _Cotangents) -> tuple[jax.Array, ...]:
     """Return the gradient, f32[rows, size] for each section of the keys."""
     walk, d_output, lse, delta = weighed
     variant, tokens, size = walk.variant, walk.tokens, walk.variant.tile.tokens

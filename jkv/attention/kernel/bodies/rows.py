@@ -29,7 +29,7 @@ class QueryRows(NamedTuple):
     position: jax.Array  # i32[], of the first row
 
 
-class Seen(NamedTuple):
+class VisibleRange(NamedTuple):
     """The visible tokens of each row of a tile: after `before`, up to `last`."""
 
     last: jax.Array  # i32[rows]
@@ -121,7 +121,7 @@ def find_range(
 
 def find_seen(
     o: Operands, rows: QueryRows, window: jax.Array | None, variant: Variant
-) -> Seen:
+) -> VisibleRange:
     """Return the visible tokens of each row."""
     position = rows.position
     last = find_last(o, position + rows.offset, variant)
@@ -135,10 +135,10 @@ def find_seen(
         before = least if before is None else jnp.maximum(before, least)
     if not variant.num_pieces:  # by position, rows also store empty pieces
         valid &= last >= 0 if before is None else last > before
-    return Seen(last, before, valid)
+    return VisibleRange(last, before, valid)
 
 
-def see(seen: Seen, token: jax.Array) -> jax.Array:
+def see(seen: VisibleRange, token: jax.Array) -> jax.Array:
     """Return the mask of the tokens i32[tokens], bool[rows, tokens]."""
     visible = token[None, :] <= seen.last[:, None]
     if seen.before is not None:

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from jkv.attention.kernel.bodies.sums import LOG2E
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 from jkv.attention.kernel.tiles.variant import Variant
 
 
@@ -87,7 +87,7 @@ def add_dot(
 ) -> jax.Array:
     """Add a product of tiles to f32[m, n], in full or 3xTF32 precision for float32."""
     precision: lax.PrecisionLike = lax.Precision.HIGHEST
-    if Ways.SPLIT in variant.tile.ways and not variant.interpret:
+    if Techniques.SPLIT in variant.tile.ways and not variant.interpret:
         precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return total + lax.dot_general(
         one,

@@ -30,7 +30,7 @@ from jkv.attention.kernel.bodies.scores import (
 )
 from jkv.attention.kernel.bodies.sums import LOG2E
 from jkv.attention.kernel.elements.sections import Section
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.readers import Readers
 
@@ -185,7 +185,7 @@ def _locate_tile(o: TokenOperands, variant: Variant) -> _Tile:
 def _walk_readers(tile: _Tile) -> _Sums:
     """Sum the contributions of all rows of all requests that read the tile."""
     variant = tile.variant
-    kept = None if Ways.RELOADED in variant.tile.ways else tile.load(0)
+    kept = None if Techniques.RELOADED in variant.tile.ways else tile.load(0)
     num_rows = variant.tile.rows
 
     def add_reader(index: jax.Array, sums: _Sums) -> _Sums:

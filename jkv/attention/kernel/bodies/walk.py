@@ -21,7 +21,7 @@ from jkv.attention.kernel.bodies.loads import (
 )
 from jkv.attention.kernel.bodies.rows import (
     QueryRows,
-    Seen,
+    VisibleRange,
     find_last,
     find_range,
     find_seen,
@@ -37,7 +37,7 @@ from jkv.attention.kernel.bodies.scores import (
 from jkv.attention.kernel.bodies.sums import LOG2E, ONES, TileSums, start_sums
 from jkv.attention.kernel.elements.conversion import FLOAT32, round_by_bits
 from jkv.attention.kernel.elements.sections import Section
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 from jkv.attention.kernel.tiles.variant import Variant
 
 
@@ -49,7 +49,7 @@ class Walk(NamedTuple):
     rows: QueryRows
     valid: jax.Array  # bool[rows], rows to store
     window: jax.Array | None  # i32[]
-    seen: Seen | None  # None: all rows attend to the whole range
+    seen: VisibleRange | None  # None: all rows attend to the whole range
     tokens: Range
     key_sections: list[Section]
     value_sections: list[Section]
@@ -62,7 +62,7 @@ class Walk(NamedTuple):
     def has_one_factor(self) -> bool:
         """True if the maximum is taken before a common, nonnegative factor."""
         return (
-            Ways.EXP2_IN_PAIRS in self.variant.tile.ways
+            Techniques.EXP2_IN_PAIRS in self.variant.tile.ways
             and self.variant.soft_cap is None
             and self.operands.key_scales is None
         )
@@ -71,7 +71,7 @@ class Walk(NamedTuple):
     def has_full_loop(self) -> bool:
         """True if a loop without mask precedes, over tiles visible to all rows."""
         is_causal = self.window is None and not self.variant.has_past
-        return Ways.FULL_FIRST in self.variant.tile.ways and is_causal
+        return Techniques.FULL_FIRST in self.variant.tile.ways and is_causal
 
     def load(self, trip: jax.Array, *, is_whole: bool = False) -> TokenTile:
         """Load a tile; `is_whole` requires a range that begins at token 0."""
@@ -191,7 +191,7 @@ def _attend_tiles(
         tile = to_operands(stored, len(walk.value_sections), variant)
         return attend(trip, tile, sums, stored=stored), following
 
-    if Ways.CARRIED not in variant.tile.ways:
+    if Techniques.CARRIED not in variant.tile.ways:
         return lax.fori_loop(start, stop, attend_loaded, sums)
     # With zero trips this tile lies outside the range: `walk.load` clamps it,
     # `load_next` may not.
@@ -228,7 +228,7 @@ def _attend_tile(
     maximum = jnp.maximum(sums.maximum, largest)
     exponents = scores - maximum[:, None]
     shrink = jnp.exp2(sums.maximum - maximum)
-    if Ways.EXP2_IN_PAIRS in ways:
+    if Techniques.EXP2_IN_PAIRS in ways:
         weights = exp2_in_pairs(exponents, interpret=variant.interpret)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
         # `exp2_in_pairs` may lose NaN, but a sum of exponents does not.
@@ -246,7 +246,7 @@ def _attend_tile(
         tile = to_operands(stored, len(walk.value_sections), variant)
     if tile.value_scales is not None:
         weights *= tile.value_scales[None, :]
-    if Ways.ROUNDED_BY_BITS in ways and variant.weight_dtype == jnp.bfloat16:
+    if Techniques.ROUNDED_BY_BITS in ways and variant.weight_dtype == jnp.bfloat16:
         weights = round_by_bits(weights)
     weights = weights.astype(variant.weight_dtype)
     values = tile.values

@@ -18,7 +18,7 @@ from jkv.attention.kernel.bodies.isolation import isolate_range
 from jkv.attention.kernel.bodies.join import join_pieces
 from jkv.attention.kernel.bodies.loads import Operands
 from jkv.attention.kernel.elements.formats import KernelFormat
-from jkv.attention.kernel.tiles.table import Tuning, Ways
+from jkv.attention.kernel.tiles.table import Techniques, Tuning
 from jkv.attention.kernel.tiles.variant import (
     Variant,
     count_decode_pieces,
@@ -173,7 +173,7 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
 def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
     """View a pool as the dtype that the kernel loads, [..., D] or fewer columns."""
     # Carried tiles stay raw bits: on gfx942 the first one would be waited for twice.
-    has_view = not variant.interpret and Ways.CARRIED not in variant.tile.ways
+    has_view = not variant.interpret and Techniques.CARRIED not in variant.tile.ways
     dtype = kept.view_of(has_words=variant.has_words, has_view=has_view)
     if dtype is None or pool.dtype == dtype:
         return pool

@@ -13,7 +13,7 @@ import enum
 import functools
 
 
-class Ways(enum.Flag):
+class Techniques(enum.Flag):
     """Optional techniques of a kernel."""
 
     # The loop.
@@ -38,7 +38,7 @@ class Tile:
     tokens: int  # tokens of a tile, a power of two from 16 to 64
     num_warps: int
     num_stages: int  # pipelined tiles of K/V; 1 relies on occupancy
-    ways: Ways = Ways(0)
+    ways: Techniques = Techniques(0)
     section: int = 512  # most columns of a head dim per product
 
 
@@ -124,12 +124,14 @@ class Family:
     spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-_full = functools.partial(Tile, ways=Ways.FULL_FIRST)
-_carried = functools.partial(Tile, num_stages=1, ways=Ways.CARRIED)
-_words = functools.partial(Tile, num_stages=1, ways=Ways.CARRIED | Ways.WORDS)
-_reloaded = functools.partial(Tile, num_stages=1, ways=Ways.RELOADED)
-_split = functools.partial(Tile, ways=Ways.SPLIT)
-_full_split = functools.partial(Tile, ways=Ways.FULL_FIRST | Ways.SPLIT)
+_full = functools.partial(Tile, ways=Techniques.FULL_FIRST)
+_carried = functools.partial(Tile, num_stages=1, ways=Techniques.CARRIED)
+_words = functools.partial(
+    Tile, num_stages=1, ways=Techniques.CARRIED | Techniques.WORDS
+)
+_reloaded = functools.partial(Tile, num_stages=1, ways=Techniques.RELOADED)
+_split = functools.partial(Tile, ways=Techniques.SPLIT)
+_full_split = functools.partial(Tile, ways=Techniques.FULL_FIRST | Techniques.SPLIT)
 
 
 # Kinds with float32 operands of matrix instructions, for any pool.
@@ -152,11 +154,14 @@ _RDNA_HALVES = (
 )
 
 
-def _cdna_rows(rounded: Ways) -> tuple[Row, ...]:
+def _cdna_rows(rounded: Techniques) -> tuple[Row, ...]:
     """Return the rows of CDNA GPUs with the given rounding of weights."""
     # Fewer vector instructions for the weights of prefill.
-    few = Ways.FULL_FIRST | Ways.SCALAR_IDS | rounded
-    in_pairs, carried_words = few | Ways.EXP2_IN_PAIRS, Ways.CARRIED | Ways.WORDS
+    few = Techniques.FULL_FIRST | Techniques.SCALAR_IDS | rounded
+    in_pairs, carried_words = (
+        few | Techniques.EXP2_IN_PAIRS,
+        Techniques.CARRIED | Techniques.WORDS,
+    )
     short = functools.partial(Tile, num_warps=4, ways=in_pairs)
     carried = functools.partial(
         Tile, num_warps=4, num_stages=1, ways=in_pairs | carried_words
@@ -164,7 +169,7 @@ def _cdna_rows(rounded: Ways) -> tuple[Row, ...]:
     in_sections = carried(128, 32, section=64)
 
     def fours(num_warps: int) -> Tile:
-        return Tile(16, 16, num_warps, 2, Ways.WORDS | rounded)
+        return Tile(16, 16, num_warps, 2, Techniques.WORDS | rounded)
 
     return (
         Row(128, _carried(16, 16, 1), short(128, 32, num_stages=2), ("half",)),
@@ -218,14 +223,14 @@ TABLE = {
     "cdna": Family(
         targets=("gfx90a", "gfx942"),
         units=304,
-        rows=_cdna_rows(Ways.ROUNDED_BY_BITS),
+        rows=_cdna_rows(Techniques.ROUNDED_BY_BITS),
         backward=_CDNA_BACKWARD,
     ),
     # Has an instruction that rounds two numbers to bfloat16.
     "cdna4": Family(
         targets=("gfx950",),
         units=304,
-        rows=_cdna_rows(Ways(0)),
+        rows=_cdna_rows(Techniques(0)),
         backward=_CDNA_BACKWARD,
     ),
     # gfx11 stores each operand of a matrix instruction twice, in 256 registers. Bytes

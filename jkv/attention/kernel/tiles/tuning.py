@@ -116,7 +116,7 @@ def why_not(
     queries: jax.Array,  # [R, H, D]; only shape and dtype are used
     pools: Pools,
     platform: str,  # "rocm", "cuda", or "cpu" for interpret mode
-    target: str | None,  # see `Card`; None for an unknown GPU
+    target: str | None,  # see `DeviceType`; None for an unknown GPU
 ) -> str | None:
     """Return the reason the kernel cannot serve a call, None if it can."""
     reason = why_never(queries, pools)

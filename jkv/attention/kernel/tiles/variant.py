@@ -8,7 +8,7 @@ import numpy as np
 from jkv.attention.call import Call
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
-from jkv.attention.kernel.tiles.table import Backward, Tile, Tuning, Ways
+from jkv.attention.kernel.tiles.table import Backward, Techniques, Tile, Tuning
 from jkv.attention.kernel.tiles.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile of matrix instructions.
@@ -50,10 +50,10 @@ class Variant:
         which lacks registers, uses them.
         """
         formats, ways = (self.key_format, self.value_format), self.tile.ways
-        if Ways.WORDS not in ways or not any(each.has_bytes for each in formats):
+        if Techniques.WORDS not in ways or not any(each.has_bytes for each in formats):
             return False
         is_costly = any(each.has_costly_words for each in formats)
-        return Ways.FULL_FIRST in ways or not is_costly
+        return Techniques.FULL_FIRST in ways or not is_costly
 
     @property
     def keys_above(self) -> float:

@@ -56,7 +56,7 @@ def _write_while(w: Writer, params: dict[str, Any], given: Any) -> list[Value]:
     num_consts = of_test + of_body
     values = [each.pointer if isinstance(each, Ref) else each for each in given]
 
-    def stand_for(values: list[Value]) -> list[Any]:
+    def abstract_values(values: list[Value]) -> list[Any]:
         pairs = zip(given, values, strict=True)
         return [
             each._replace(pointer=value) if isinstance(each, Ref) else value
@@ -68,13 +68,17 @@ def _write_while(w: Writer, params: dict[str, Any], given: Any) -> list[Value]:
         f"scf.while ({_pair(inside, values)}) : ({types}) -> ({types}) {{",
         [each.type for each in values],
     )
-    asked = stand_for(inside)
-    (goes_on,) = w.walk(params["cond_jaxpr"], asked[:of_test] + asked[num_consts:])
+    abstract = abstract_values(inside)
+    (goes_on,) = w.walk(
+        params["cond_jaxpr"], abstract[:of_test] + abstract[num_consts:]
+    )
     w.lines.append(f"scf.condition({goes_on.name}) {_list(inside)}")
     inside, _ = _enter(w, values)
     parameters = ", ".join(f"{each.name}: {each.type}" for each in inside)
     w.lines += ["} do {", f"^bb0({parameters}):"]
-    found = map(w.value, w.walk(params["body_jaxpr"], stand_for(inside)[of_test:]))
+    found = map(
+        w.value, w.walk(params["body_jaxpr"], abstract_values(inside)[of_test:])
+    )
     w.lines += [f"scf.yield {_list([*inside[:num_consts], *found])}", "}"]
     return made[num_consts:]
 

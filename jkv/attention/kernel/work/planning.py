@@ -49,7 +49,7 @@ def plan_work(
     """
     num_rows = step.num_rows
     num_requests, max_blocks = len(requests.seq_ids), requests.block_tables.shape[1]
-    tuning = find_card_tuning(pools)
+    tuning = find_local_tuning(pools)
     if tuning is None or not num_rows or not num_requests:
         return None
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
@@ -86,7 +86,7 @@ def plan_work(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "step"))
 def _list_all(
-    asked: Requests,
+    given: Requests,
     reference_counts: jax.Array,
     past: Past | None,
     *,
@@ -94,7 +94,7 @@ def _list_all(
     step: StepShape,
 ) -> tuple[WorkList, ...]:
     requests = make_requests(
-        asked,
+        given,
         num_rows=step.num_rows,
         block_size=step.num_parts * step.part_size,
         max_query_length=1 if step.is_decoding else None,
@@ -120,7 +120,7 @@ def _may_share(step: StepShape) -> bool:
     return step.num_parts == 1 and step.window is None and step.num_rows > 1
 
 
-def find_card_tuning(pools: Pools) -> Tuning | None:
+def find_local_tuning(pools: Pools) -> Tuning | None:
     """Return the tuning for the local GPU, None if no kernel supports the pools.
 
     Queries are assumed to have the dtype of the pools, or bfloat16 for quantized ones.
@@ -130,5 +130,5 @@ def find_card_tuning(pools: Pools) -> Tuning | None:
     dtypes = {dtype for dtype in pools.dtypes if dtype.itemsize > 1}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.bfloat16)
     queries: Any = jax.ShapeDtypeStruct((1, 1, pools.head_dim), dtype)
-    card = find_gpu()
-    return None if card is None else find_tuning(queries, pools, *card)
+    device = find_gpu()
+    return None if device is None else find_tuning(queries, pools, *device)
