@@ -18,8 +18,7 @@ from jkv.making.initialization import init
 from jkv.state import Cache
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
-from jkv.verbs.commitment import commit
-from jkv.verbs.writing import write
+from jkv.verbs.writing import commit, write
 
 # Attention shapes of Llama 3 8B, with fewer layers, and 2 GiB of cache.
 SIZES = CacheConfig(

@@ -48,7 +48,6 @@ from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
 from jkv.verbs.branching import Fork, fork, reorder, truncate
-from jkv.verbs.commitment import commit
 from jkv.verbs.lookups import (
     BlockInfo,
     block_ids,
@@ -62,7 +61,7 @@ from jkv.verbs.lookups import (
 )
 from jkv.verbs.masking import peek, with_mask
 from jkv.verbs.reading import read, read_slot
-from jkv.verbs.writing import write
+from jkv.verbs.writing import commit, write
 
 if TYPE_CHECKING:  # imported on first access
     from jkv import jitted, press

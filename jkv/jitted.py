@@ -52,6 +52,12 @@ STATIC = frozenset(
         "chunk_size",
         "row_counts",
         "exact",
+        "roll",
+        "press",
+        "budget",
+        "max_span",
+        "cacheable_spans",
+        "extra_ids",
         "mesh",
         "heads",
         "num_beams",
@@ -63,7 +69,7 @@ STATIC = frozenset(
 # trace each number of a list as an array of its own.
 READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
-        ("prompts", "tokens", "continuations"),
+        ("prompts", "tokens", "continuations", "spans"),
         lambda name, texts: read_prompts(texts, name),
     ),
     **dict.fromkeys(("seq_ids", "limits", "variants", "num_steps"), saturated),

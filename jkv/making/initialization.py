@@ -25,10 +25,9 @@ from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateSto
 from jkv.states.part import OfStates
 from jkv.states.swapped import SwappedStates
 from jkv.status import UsageError
-from jkv.storage import fields
-from jkv.storage.placement import Placement, Placements, choose_placements, put
+from jkv.storage.leaves import Placement, Placements, build, choose_placements, put
 
-# Candidate classes of fields with an abstract type, by path (`jkv.storage.fields`).
+# Candidate classes of fields with an abstract type, by path (`jkv.storage.leaves`).
 KINDS: dict[str, tuple[type, ...]] = {
     "metadata.index": (NoIndex, PrefixIndex),
     "metadata.groups": (BlockGroup, States),
@@ -130,7 +129,7 @@ def init(
     if groups.prefix_caching and groups.state_groups:
         every = groups.state_groups[0].snapshot_every
         constants["metadata.index.snapshots.every"] = every
-    cache = with_parts(fields.build(Cache, arrays | constants, KINDS))
+    cache = with_parts(build(Cache, arrays | constants, KINDS))
     pairs = zip(cache.storage, where.shardings, strict=True)
     cache = cache.with_storage(tuple(each.with_sharding(of) for each, of in pairs))
     _warn_of_short_keys(cache)

@@ -20,7 +20,7 @@ from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError
 from jkv.storage import saved
 from jkv.storage.files import FileError, Path
-from jkv.storage.placement import (
+from jkv.storage.leaves import (
     Placement,
     Placements,
     choose_placements,

@@ -3,7 +3,7 @@
 An engine is a host loop around the decode step of `jkv.decoding`. Start with
 `scheduler.scheduler.Scheduler.step`: it sends requests (`request`) to the device,
 starts the next window of steps (`device.programs.run_window`), and reads the report of
-the previous one. `engine` has the public interface, `threads` runs the steps.
+the previous one. `engine` has the public interface.
 """
 
 from jkv.serving.device.kept_programs import KeptPrograms

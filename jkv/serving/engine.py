@@ -4,9 +4,9 @@ A step of the engine starts the next window of decode steps, then reads the repo
 the previous window, so that the device computes while the host works. Requests are
 admitted and finished between windows; there is no host communication within one.
 
-This file has the public interface. `threads` decides which thread runs the steps,
-`scheduler` has the logic of a step, `device` the jitted programs, and `request` the
-data of a request.
+This file has the public interface. `scheduler` has the logic of a step, `device` the
+jitted programs, and `request` the data of a request, its results, and the threads that
+wait for them.
 """
 
 import itertools
@@ -48,12 +48,18 @@ from jkv.serving.request.request import (
     RequestState,
     RequestStatus,
 )
-from jkv.serving.request.results import Completion, Event, read_completions
+from jkv.serving.request.results import (
+    Completion,
+    Event,
+    StepRunner,
+    await_events,
+    read_completions,
+    read_events,
+)
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler, Update
-from jkv.serving.threads import StepRunner, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache

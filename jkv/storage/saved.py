@@ -1,6 +1,6 @@
 """Serialization of a cache, or of sequences on the host, to one file.
 
-Arrays are named by the path of their fields (`jkv.storage.fields`); static fields are
+Arrays are named by the path of their fields (`jkv.storage.leaves`); static fields are
 in the header, in JSON. Keys and values stored as the bits of another dtype have that
 dtype in the file.
 """
@@ -27,8 +27,9 @@ from jkv.sharding.storage_sharding import (
     without_copies_of_heads,
 )
 from jkv.state import Cache
-from jkv.storage import fields, files
+from jkv.storage import files
 from jkv.storage.files import FileError, Path, Tensor
+from jkv.storage.leaves import Kinds, build, list_leaves
 from jkv.storage.swapped import Swapped
 
 # Content of a file, by the name in its header; "pools" has a leading axis of ranks.
@@ -47,7 +48,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     """
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
-    for name, leaf in fields.list_leaves(_kept(value)):
+    for name, leaf in list_leaves(_kept(value)):
         if (meant := _find_encoded_dtype(value, name)) is not None:
             if isinstance(value, Cache):
                 tensors[name] = _by_layers(leaf, meant, value, int(name.split(".")[1]))
@@ -72,7 +73,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
         files.write_file(path, tensors, metadata)
 
 
-def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
+def read_value(path: Path, kinds: Kinds) -> Cache | Swapped:
     """Return the memory-mapped value in a file; `kinds` as for `build`."""
     metadata, arrays = files.read_file(path)
     leaves: dict[str, Any] = {
@@ -84,7 +85,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
         kind = _KINDS[metadata["holds"]]
         for name in [each for each in leaves if ".contents.storage." in each]:
             leaves[name] = contents.cut_array(leaves[name])
-        value = fields.build(kind, leaves, kinds)
+        value = build(kind, leaves, kinds)
         if leaves:
             raise ValueError(f"it has unknown fields {sorted(leaves)}")
     except (LookupError, TypeError, ValueError) as error:

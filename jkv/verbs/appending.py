@@ -81,12 +81,10 @@ def append(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0, 0])
       >>> cache, batch = jkv.append(cache, opened.seq_ids, [5, 1], capacity=8)
       >>> batch.positions.tolist(), batch.block_ids.tolist()
-      ([0, 1, 2, 3, 4, 0, 0, 0], [0, 0, 0, 0, 1, 2, 4, 4])
+      ([0, 1, 2, 3, 4, 0, 0, 0], [0, 0, 0, 0, 1, 2, 8, 8])
     """
     # One token and one row per request is decoding; rows then equal requests at trace
     # time.

@@ -128,9 +128,7 @@ def attend(
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> cache, batch = jkv.append(cache, opened.seq_ids)
       >>> rows = jnp.ones((1, 1, 8))
       >>> cache = jkv.write(cache, 0, batch, rows, rows)

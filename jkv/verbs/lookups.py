@@ -188,13 +188,12 @@ def next_positions(cache: Cache) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64, pruning=True)
+      >>> config = jkv.CacheConfig.toy(pruning=True, max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> cache, _ = jkv.append(cache, 0, 20, capacity=20)
       >>> cache, _ = jkv.prune(cache, 0, [[0, 1, 18, 19]], 4)
       >>> jkv.next_positions(cache).tolist(), jkv.context_lengths(cache).tolist()
-      ([20, 0], [4, 0])
+      ([20, 0, 0, 0], [4, 0, 0, 0])
     """
     lengths = jnp.copy(cache.metadata.context_lengths)
     rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)

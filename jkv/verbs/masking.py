@@ -79,9 +79,7 @@ def with_mask(batch: Batch, mask: Mask, *, max_span: int | None = None) -> Batch
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> spans = jkv.SpanMask([2, 2, 2])
       >>> cache, canvas = jkv.append(cache, opened.seq_ids, 3, capacity=3, mask=spans)
       >>> final = jkv.with_mask(canvas, jkv.CausalMask())
@@ -171,9 +169,7 @@ def peek(cache: Cache, seq_ids: Integers, num_rows: int = 1) -> Batch:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> cache, _ = jkv.append(cache, opened.seq_ids, 3, capacity=3)
       >>> jkv.peek(cache, opened.seq_ids, 2).positions.tolist()
       [3, 3]

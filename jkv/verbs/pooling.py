@@ -19,7 +19,7 @@ from jkv.sharding.storage_sharding import (
 )
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.storage.placement import put
+from jkv.storage.leaves import put
 
 
 @explains_arguments

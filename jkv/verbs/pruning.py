@@ -73,15 +73,12 @@ def prune(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16,
-      ...     pruning=True)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy(pruning=True)), [0])
       >>> cache, _ = jkv.append(cache, [0], [14], capacity=14)
       >>> kept = [[*range(4), *range(8, 14)]]  # drop tokens 4 to 7
       >>> cache, status = jkv.prune(cache, [0], kept, [10])
       >>> jkv.context_lengths(cache).tolist(), jkv.next_positions(cache).tolist()
-      ([10, 0], [14, 0])
+      ([10, 0, 0, 0], [14, 0, 0, 0])
       >>> jkv.block_ids(cache, 0).tolist()  # block 1 is free, none was copied
       [0, 2, 3, 8]
     """

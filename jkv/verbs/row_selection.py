@@ -45,9 +45,7 @@ def keep_rows(
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> tree = jkv.TreeMask(jnp.array([-1, 0, 0]))
       >>> cache, batch = jkv.append(cache, opened.seq_ids, 3, capacity=3, mask=tree)
       >>> cache, path, status = jkv.keep_rows(cache, batch, jnp.array([[0, 2]]))

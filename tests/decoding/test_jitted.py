@@ -20,7 +20,7 @@ TRACED = {
     *("params", "cache", "state", "prompts", "tokens", "continuations", "seq_ids"),
     *("limits", "stop_tokens", "stop_sequences", "salts", "variants", "num_steps"),
     *("sampling", "speculate", "logits_processor", "processor_state", "length_penalty"),
-    "options",
+    *("options", "spans"),
 }
 
 

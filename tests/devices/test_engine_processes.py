@@ -31,7 +31,7 @@ SIZES = find_sizes(
     num_steps=2,
     stop_sizes=StopSizes(3, 2, 2),
     speculate=None,
-    max_span=0,
+    max_span=3,
     cacheable_spans=False,
     extra_ids=0,
 )
@@ -84,8 +84,10 @@ def make_change(rng, count):
     """Return the message to the device about `count` requests."""
     dispatched = []
     for lane in range(count):
+        tokens = rng.integers(0, 100, rng.integers(1, 40)).astype(np.int32)
         request = CheckedRequest(
-            tokens=rng.integers(0, 100, rng.integers(1, 40)).astype(np.int32),
+            tokens=tokens,
+            spans=np.arange(len(tokens), dtype=np.int32) // 2 * 2,
             n=2,
             max_new_tokens=3,
             sampling=Sampling(

@@ -269,6 +269,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
     assert 249.0 < asked.pop("timeout") < 250.0
     assert asked == dict(
         tokens=[5, 6],
+        spans=None,
         n=1,
         max_new_tokens=2,
         stop_strings=["x"],

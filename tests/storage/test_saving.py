@@ -35,7 +35,7 @@ from support.small_caches import (
 import jkv
 from jkv.blocks import contents
 from jkv.storage import files
-from jkv.storage.fields import list_leaves
+from jkv.storage.leaves import list_leaves
 
 pytestmark = pytest.mark.one_end
 

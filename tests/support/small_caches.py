@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.storage.placement import put
+from jkv.storage.leaves import put
 
 WIDTH, ROWS, PROMPT = 4, 16, 16
 

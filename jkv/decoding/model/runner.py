@@ -31,7 +31,7 @@ from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.commitment import commit
+from jkv.verbs.writing import commit
 
 # Most sizes that `spread_row_counts` returns: each compiles a copy of the model.
 _MOST_SIZES = 4

@@ -39,7 +39,7 @@ from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.attending import plan_attention
-from jkv.verbs.commitment import commit
+from jkv.verbs.writing import commit
 
 
 class Computed(NamedTuple):

@@ -46,7 +46,7 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.attending import plan_attention
 from jkv.verbs.branching import truncate
-from jkv.verbs.commitment import commit
+from jkv.verbs.writing import commit
 
 # Streams of random numbers beside plain draws.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3

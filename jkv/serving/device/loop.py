@@ -22,7 +22,7 @@ from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.storage.placement import Placement, put
+from jkv.storage.leaves import Placement, put
 
 Progress = Callable[[str, int, int], object]
 

@@ -25,7 +25,7 @@ from jkv.serving.request.request import EngineError
 from jkv.sharding.processes import Broadcast, find_shared_mesh, is_shared, replicate
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.storage.placement import put
+from jkv.storage.leaves import put
 
 # Returns a follower's weights, and its draft model's or None.
 FindParams = Callable[[], tuple[Any, Any]]

@@ -7,7 +7,7 @@ import numpy as np
 
 from jkv.sharding.processes import is_shared
 from jkv.status import UsageError
-from jkv.storage.placement import put
+from jkv.storage.leaves import put
 
 
 def replace_weights(name: str, old: Any, new: Any) -> Any:

@@ -1,8 +1,18 @@
-"""Results of a request: completions at the end, or events during generation."""
+"""Results of a request, and the callers that wait for them.
 
+Completions come at the end, events during generation. Without a background thread,
+waiting threads take turns at running steps (`Turns`). With one, it runs as long as
+there is work. A consumer that closes its iterator early cancels its request.
+"""
+
+import asyncio
+import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
 
 from jkv.decoding import FinishReason
 from jkv.serving.request.request import RequestState
@@ -157,3 +167,145 @@ def wake(state: RequestState, left: Callable[[RequestState], None]) -> None:
         except RuntimeError:  # the event loop is closed
             state.listeners.remove(listener)
             left(state)
+
+
+logger = logging.getLogger("jkv.serving")
+
+Found = TypeVar("Found")
+Result = TypeVar("Result")
+
+
+class StepRunner(Generic[Result]):
+    """Lock of the steps, and condition variable of threads waiting for results."""
+
+    def __init__(
+        self,
+        step: Callable[[], Result],
+        is_idle: Callable[[], bool],
+        lock: threading.RLock,  # held while requests are read or changed
+    ):
+        self.lock, self._changed = lock, threading.Condition(lock)
+        self._turn = threading.Lock()
+        self._step, self._is_idle = step, is_idle
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    @property
+    def has_thread(self) -> bool:
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def run_step(self) -> Result:
+        """Run a step once no other thread runs one; return its result."""
+        return self.exclusively(self._step)
+
+    def exclusively(self, function: Callable[[], Found]) -> Found:
+        """Run a function in place of a step.
+
+        The caller's transfer guard does not apply: a step copies tokens between host
+        and device.
+        """
+        try:
+            with self._turn, jax.transfer_guard("allow"):
+                return function()
+        finally:
+            self.notify()
+
+    def notify(self) -> None:
+        """Wake all waiting threads after a change."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, look: Callable[[], Found]) -> Found:
+        """Run steps, or wait for them, until `look()` is true; return its value."""
+        while True:
+            with self._changed:
+                found = look()
+                if found:
+                    return found
+                if self.has_thread and self._thread is not threading.current_thread():
+                    # The timeout covers a thread that ends between the check and the
+                    # wait.
+                    self._changed.wait(timeout=1.0)
+                    continue
+            self.run_step()
+
+    def start(self) -> None:
+        """Start the background thread unless it runs already."""
+        with self.lock:
+            if self.has_thread:
+                return
+            self._is_closing = False
+            self._thread = threading.Thread(
+                target=self._run, name="jkv-engine", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread after its current step."""
+        with self._changed:
+            thread, self._is_closing = self._thread, True
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or not self._is_idle())
+                if self._is_closing:
+                    return
+            try:
+                self.run_step()
+            except BaseException:
+                # The requests have failed with this error; the engine serves others.
+                logger.exception("an engine step raised a BaseException")
+
+
+def read_events(
+    runner: StepRunner[list[Event]],  # run while there is no new event
+    state: RequestState,
+    cancel: Callable[[RequestState], object],  # if the consumer closes the iterator
+) -> Iterator[Event]:
+    """Yield the events of a request until it has finished; raise if it failed."""
+    cursor = Cursor(state)
+    try:
+        while not cursor.is_over:
+            yield from runner.wait_for(cursor.read)
+    finally:
+        cancel(state)
+    state.raise_error()
+
+
+async def await_events(
+    runner: StepRunner[list[Event]],
+    state: RequestState,
+    cancel: Callable[[RequestState], object],
+) -> AsyncGenerator[Event, None]:
+    """Yield the same events asynchronously, with steps run by the engine's thread."""
+    cursor, has_news = Cursor(state), asyncio.Event()
+    running = asyncio.get_running_loop()
+
+    def wake() -> None:
+        running.call_soon_threadsafe(has_news.set)
+
+    with runner.lock:
+        state.listeners.append(wake)
+    runner.start()
+    try:
+        while not cursor.is_over:
+            has_news.clear()
+            with runner.lock:
+                events = cursor.read()
+            for event in events:
+                yield event
+            if not events:
+                await has_news.wait()
+    finally:
+        with runner.lock:
+            if wake in state.listeners:
+                state.listeners.remove(wake)
+        cancel(state)
+        runner.notify()
+    state.raise_error()

@@ -188,7 +188,7 @@ class Parking:
             elif parked.resumed_by is not None and parked.resumed_by in dispatched:
                 self._restore(parked)
         due = self._clock() - self._seconds
-        waiting = [each for each in self._texts if each.resumed_by is None]
+        waiting = [each for each in list(self._texts) if each.resumed_by is None]
         for parked in waiting:  # oldest first
             if not parked.is_copied and (
                 parked.since <= due or not self._has_room(lengths)
@@ -235,7 +235,7 @@ class Parking:
         sizes = self._loop.sizes
         most = sizes.max_running + (sizes.config.num_samples > 1)
         longest = sorted(lengths, reverse=True)[:most]
-        kept = [len(each.text) for each in self._texts if not each.is_copied]
+        kept = [len(each.text) for each in list(self._texts) if not each.is_copied]
         needs = [self._count_blocks(length) for length in (*longest, *kept)]
         return not kept or all(
             sum(of_group) <= num_blocks

@@ -7,7 +7,7 @@ import pathlib
 import runpy
 import sys
 
-FOLDER = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parents[1]
 
 
 def generate() -> None:
