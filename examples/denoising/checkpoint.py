@@ -15,7 +15,7 @@ import pretrained
 from pretrained.files import find_tensors
 from safetensors import safe_open
 
-# What Gemma 4's configuration names, where this one implies it.
+# Settings of Gemma 4 that this configuration implies.
 AS_GEMMA4 = dict(
     model_type="gemma4_text",
     attention_k_eq_v=True,
@@ -80,7 +80,7 @@ def load(folder: str | Path, dtype: Any = None) -> Denoiser:
 
 
 def read_text_settings(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the text as those of a Gemma 4."""
+    """Return the text settings in the form of Gemma 4."""
     text = dict(raw["text_config"])
     kinds = text["layer_types"]
     # Full layers have other heads, written as changes of a layer.

@@ -173,6 +173,7 @@ GOOD = {
         max_context_length=8,
     ),
     "Sampling": call(jkv.Sampling),
+    "Roll": call(jkv.Roll, 4, 4),
     "PromptLookup": call(jkv.PromptLookup, num_tokens=2),
     "DraftModel": lambda: (
         jkv.DraftModel,

@@ -1078,11 +1078,11 @@ MUTATIONS = (
         "found = attend(*requests, window=window, sinks=sinks, work_lists=plan)",
     ),
     Mutation(
-        "nan-lost-in-the-join",
+        "nan-of-a-value-in-the-step",
         "attention",
-        "A NaN among the step's rows has no weight.",
-        "output = jnp.where(weight[..., None] == 0, 0.0, output.astype(jnp.float32))",
-        "output = jnp.where(weight[..., None] > 0, output.astype(jnp.float32), 0.0)",
+        "A NaN among the values of the step's rows reaches no row.",
+        "scores += (marks + value_marks).T[None, :, None]",
+        "scores += marks.T[None, :, None]",
     ),
     Mutation(
         "rows-moved-under-a-fork",
@@ -1092,11 +1092,11 @@ MUTATIONS = (
         "is_wrong |= moves & is_shared.all(axis=1)",
     ),
     Mutation(
-        "chunk-ends-inside-a-span",
+        "rows-past-a-span-in-the-chunk",
         "decoding",
-        "A chunk ends wherever its rows end.",
-        "counts = state.end_at_spans(active, shorter, counts) if",
-        "counts = shorter if",
+        "A row's span is counted from the prompt, not from the chunk.",
+        "jnp.where(ends >= 0, ends - done, -1), cacheable",
+        "jnp.where(ends >= 0, ends - done // 2, -1), cacheable",
     ),
     Mutation(
         "private-span-finds-causal-keys",
