@@ -282,17 +282,22 @@ class BlockStore:
         return path
 
     def discard(self, tokens: Any, salt: int = 0) -> None:
-        """Remove the columns of a sequence from memory, but prefixes of others.
+        """Remove a sequence's columns from memory, except the prefixes of others.
+
+        Blocks in the folder stay. A column that is the last of two sequences goes
+        with the first of them.
 
         Args:
-          tokens: i32[n], the sequence.
-          salt: its cache salt.
+          tokens: i32[n], the sequence; its last token is never included.
+          salt: cache salt.
         """
         with self._lock:
             for node in self._walk(tokens, salt, None)[::-1]:
                 if node.children:
                     return
-                if node.held is not None:
+                if node.held is None:
+                    self._prune(node)
+                else:
                     self._drop(node)
 
     @property

@@ -152,6 +152,7 @@ GOOD = {
     ),
     "BlockStore.find": of_store("find", [1, 2]),
     "BlockStore.count": of_store("count", [1, 2]),
+    "BlockStore.discard": of_store("discard", [1, 2]),
     "BlockStore.clear": of_store("clear"),
     "BlockStore.begin_version": of_store("begin_version", "1"),
     "BlockStore.forget": of_store("forget", "2"),

@@ -114,6 +114,28 @@ def test_the_longest_unused_goes_first_and_children_before_parents():
     assert repr(store).startswith("BlockStore(1 blocks, ")
 
 
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_discard_removes_a_sequence_and_no_prefix_of_others(in_folder, tmp_path):
+    folder = dict(folder=tmp_path, max_folder_bytes=2**20) if in_folder else {}
+    store = jkv.BlockStore(2**20, **folder)
+    short, long, other = (1,) * 9, (1,) * 13, (2,) * 13
+    for text in (short, long, other):
+        store.put(spilled_of((text,)))
+    if in_folder:
+        store.save()
+    before = store.nbytes
+    size = before // 6
+    store.discard(short)  # a prefix of `long`
+    store.discard((3,) * 9)  # unknown
+    store.discard(other, salt=1)  # of another salt
+    assert store.nbytes == before
+    store.discard(long)
+    assert store.nbytes == 3 * size
+    store.discard((*other, 4, 4, 4, 4))  # its last column is not stored
+    assert store.nbytes == 0 and not store._roots
+    assert len(find_columns(store, other, 0)) == (3 if in_folder else 0)
+
+
 def test_a_smaller_context_takes_the_blocks_that_it_can_reach():
     text = tuple(range(13))
     spilled = spilled_of((text, (9,) * 5))

@@ -85,7 +85,7 @@ class Parking:
         clock: Callable[[], float],
         lock: AbstractContextManager[Any],
     ):
-        if not seconds >= 0 or (max_bytes or 0) < 0:
+        if not (seconds >= 0 and (max_bytes or 0) >= 0):
             raise ValueError(
                 f"park_seconds and max_parked_bytes must be >= 0, got "
                 f"{seconds} and {max_bytes}"
