@@ -49,11 +49,13 @@ class Chat:
             prefix_caching=model.config.has_states,
             pruning=options.roll is not None,
         )
-        told = [{"role": "system", "content": options.system}] if options.system else []
+        system = options.system
+        messages = [{"role": "system", "content": system}] if system else []
         roll = None
         if options.roll is not None:
-            # What the model is told first stays, and the first tokens of any text.
-            first = len(self._encode(told)) if told and self._has_template else SINKS
+            # Keep the system message, and the first tokens of any sequence.
+            is_encoded = messages and self._has_template
+            first = len(self._encode(messages)) if is_encoded else 0
             roll = jkv.Roll(first=max(first, SINKS), step=options.roll)
         extend = partial(
             jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4, roll=roll
@@ -61,7 +63,7 @@ class Chat:
         self._extend = jax.jit(extend, donate_argnames="cache")
         self.cache, opened = jkv.allocate(jkv.init(config), [0])
         self.branches: list[Branch] = []
-        self.add(Branch(int(opened.seq_ids[0]), messages=told))
+        self.add(Branch(int(opened.seq_ids[0]), messages=messages))
 
     def add(self, branch: Branch) -> None:
         """Go on in a branch that was not there; it shares no list with another."""
@@ -119,10 +121,10 @@ class Chat:
         text = self._tokenizer.decode(self._without_stops(answer))
         branch.messages = [*messages, {"role": "assistant", "content": text}]
         computed = len(ids) - kept
-        told = f"{computed} tokens computed, {kept} kept, {len(answer)} generated"
+        report = f"{computed} tokens computed, {kept} kept, {len(answer)} generated"
         if dropped := self.count_dropped():
-            told += f", the {dropped} oldest dropped"
-        print(f"\n({told})")
+            report += f", the {dropped} oldest dropped"
+        print(f"\n({report})")
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of a whole conversation, up to the next answer."""

@@ -130,6 +130,7 @@ def test_a_conversation_goes_back(tmp_path, capsys):
         system=None,
         kv_dtype=None,
         value_dtype=None,
+        roll=None,
     )
     chat = turns.Chat(options)
     chat.take_turn("w1 w2 w3")
