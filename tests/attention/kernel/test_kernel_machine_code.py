@@ -106,11 +106,11 @@ MASKED_SHAPES = (
 def test_no_masked_kernel_spills(target):
     """Calls that limit the past, with and without a first token."""
     platform, known = next((p, k) for p, t, k, _ in TARGETS if t == target)
-    bounds = Past(shape(32)), Past(shape(32), shape(32))
+    last, both = Past(shape(32)), Past(shape(32), shape(32))
     for fields in MASKED_SHAPES:
         queries, pools = make_shapes(**fields)
         tuning = find_tuning(queries, pools, platform, known)
-        for past in bounds:
+        for past in (last, both) if fields is MASKED_SHAPES[0] else (both,):
             lowered = lower_kernels(queries, pools, tuning, platform, past=past)
             for kernel in find_kernels(lowered):
                 code = compile_kernel(kernel, target)
