@@ -63,11 +63,13 @@ def expected():
     return [continue_densely(*pair) for pair in zip(PROMPTS, SPANS, strict=True)]
 
 
+@pytest.mark.one_end
 def test_spans_change_the_texts():
     causal = [continue_densely(prompt, ()) for prompt in PROMPTS]
     assert all(a != b for a, b in zip(causal, expected(), strict=True))
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize(
     "fields",
     [
@@ -95,6 +97,7 @@ def test_generate_ends_chunks_between_spans(fields):
     assert int(jkv.num_free_blocks(cache)) == 40
 
 
+@pytest.mark.one_end
 def test_preempted_prompts_keep_their_spans():
     _, found = jkv.generate(
         attention_model,
@@ -111,6 +114,7 @@ def test_preempted_prompts_keep_their_spans():
     assert int(found.statistics.preemptions) > 0
 
 
+@pytest.mark.one_end
 def test_speculation_verifies_after_the_spans():
     _, found = jkv.generate(
         attention_model,
@@ -147,6 +151,7 @@ def test_spans_may_be_traced():
     assert run._cache_size() == 1
 
 
+@pytest.mark.one_end
 def test_extend_takes_spans_behind_a_context():
     cache, opened = jkv.allocate(make_cache(), [0, 0, 0])
     begin, rest = [p[:3] for p in PROMPTS], [p[3:] for p in PROMPTS]
@@ -173,6 +178,7 @@ def test_extend_takes_spans_behind_a_context():
         assert tokens == continue_densely(text, ends)
 
 
+@pytest.mark.one_end
 def test_a_span_longer_than_a_step_is_named():
     for fields in ({"row_counts": (3, 7)}, {"max_span": 7}):
         _, found = jkv.generate(
@@ -192,6 +198,7 @@ def test_a_span_longer_than_a_step_is_named():
         assert found.tokens[1].tolist() == expected()[1]
 
 
+@pytest.mark.one_end
 def test_a_long_span_is_not_starved():
     """It needs a whole step, while short prompts keep arriving behind it."""
     prompts = [[1, 2], [3, 4], [5] * 8, *([[6, 7, 8]] * 4)]
@@ -210,6 +217,7 @@ def test_a_long_span_is_not_starved():
     assert all(found.reasons == FinishReason.LENGTH)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("cacheable", [False, True])
 def test_prefix_hits_follow_the_spans(cacheable):
     cache = make_cache(prefix_caching=True)
@@ -229,6 +237,7 @@ def test_prefix_hits_follow_the_spans(cacheable):
     assert hits == (sum(map(len, PROMPTS)) - 3 if cacheable else 0)
 
 
+@pytest.mark.one_end
 def test_score_takes_spans():
     """Log-probabilities and their gradient, against dense passes."""
     texts = [[4, 2, 9], [1, 7, 3], [5, 5, 5]]
@@ -263,6 +272,7 @@ def test_score_takes_spans():
     assert np.isnan(wrong).tolist() == [[False], [True]]
 
 
+@pytest.mark.one_end
 def test_malformed_spans_are_refused():
     run = functools.partial(
         jkv.generate,
@@ -291,5 +301,6 @@ def test_malformed_spans_are_refused():
     assert found.reasons.tolist() == [FinishReason.MALFORMED_PROMPT]
 
 
+@pytest.mark.one_end
 def test_vocabulary_is_the_models():
     assert all(max(prompt) < VOCABULARY for prompt in PROMPTS)

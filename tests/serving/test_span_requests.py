@@ -80,6 +80,7 @@ def test_requests_with_and_without_spans_share_a_batch(engine):
             assert list(result.tokens) == expected
 
 
+@pytest.mark.one_end
 def test_private_spans_are_not_found_again(engine):
     """The same ids without a span, or in another one, are other keys."""
     prompt = PROMPTS[0]
@@ -88,6 +89,7 @@ def test_private_spans_are_not_found_again(engine):
         assert list(result.tokens) == continue_densely(prompt, ends or ())
 
 
+@pytest.mark.one_end
 def test_a_parked_request_continues_with_its_spans(engine):
     number = engine.submit(PROMPTS[1], spans=SPANS[1])
     engine.park(number)
@@ -103,6 +105,7 @@ def test_a_parked_request_continues_with_its_spans(engine):
     assert list(engine.results(again)[0].tokens) == continue_densely(text, ends)
 
 
+@pytest.mark.one_end
 def test_images_enter_as_rows_of_the_params():
     """Ids past the vocabulary are rows that `update_params` replaces."""
 
@@ -125,6 +128,7 @@ def test_images_enter_as_rows_of_the_params():
         engine.submit([VOCABULARY + 4])
 
 
+@pytest.mark.one_end
 def test_spans_are_refused_by_name(engine):
     prompt = PROMPTS[0]
     cases = {

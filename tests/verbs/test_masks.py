@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dense_masks import Request, as_mask, attend_densely, random_request
+from support.jax_versions import few
 
 import jkv
 from jkv import Status
@@ -105,8 +106,8 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("option", few(OPTIONS, "plain"))
+@pytest.mark.parametrize("mix", few(MIXES, "all"))
 def test_masks_agree_with_dense_attention(mix, option):
     options = OPTIONS[option]
     for seed in range(3):
@@ -145,7 +146,7 @@ def mixed_step(seed: int, mix: str, cache: jkv.Cache, **flags: bool) -> tuple[An
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
-@pytest.mark.parametrize("mix", ["spans", "all", "canvases"])
+@pytest.mark.parametrize("mix", few(["spans", "all", "canvases"], "all"))
 def test_every_backend_serves_masks(mix, implementation):
     cache, batch, queries, requests = mixed_step(7, mix, make_cache())
     for options in ({}, OPTIONS["all"]):
@@ -153,6 +154,7 @@ def test_every_backend_serves_masks(mix, implementation):
         check_against_dense(cache, batch, queries, requests, found, **options)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4", "float8_e4m3fn"])
 def test_rows_are_read_back_from_their_slots(dtype):
     """A step sees the rounded keys and values that later steps see."""
@@ -192,6 +194,7 @@ def test_latent_caches_serve_masks():
         np.testing.assert_allclose(output[rows], expected, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("mix", ["spans", "all"])
 def test_batch_invariant_rows_keep_their_bits(mix):
     """With `by_position` a row has the same bits in any place of the batch."""
@@ -220,7 +223,7 @@ def test_batch_invariant_rows_keep_their_bits(mix):
             np.testing.assert_array_equal(part, found.setdefault(i, part))
 
 
-@pytest.mark.parametrize("mix", ["spans", "all"])
+@pytest.mark.parametrize("mix", few(["spans", "all"], "all"))
 def test_gradients_agree_with_dense_attention(mix):
     """Of queries, keys, values, scale and sinks, through output and log-sum-exp."""
     cache, batch, queries, requests = mixed_step(2, mix, make_cache())
@@ -283,6 +286,7 @@ def test_gradients_agree_with_dense_attention(mix):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.one_end
 def test_a_nan_reaches_the_rows_that_see_it():
     cache, ids = prefill(np.random.default_rng(0), make_cache(), [8, 4, 0, 0, 0])
     ends = jnp.array([2, 2, 2, -1, -1, 0, 2, 2] + [-1] * 40)
@@ -316,6 +320,7 @@ INVALID = {
 }
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("name", INVALID)
 def test_an_invalid_mask_refuses_its_request_alone(name):
     cache, opened = jkv.allocate(make_cache(), [0, 0])
@@ -350,6 +355,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("message", WRONG)
 def test_masks_of_other_kinds_are_refused_by_name(message):
     cache, opened = jkv.allocate(make_cache(), [0, 0])
@@ -360,6 +366,7 @@ def test_masks_of_other_kinds_are_refused_by_name(message):
         jkv.with_mask(batch, WRONG[message])
 
 
+@pytest.mark.one_end
 def test_attend_refuses_causal_trees():
     cache, opened = jkv.allocate(make_cache(), [0])
     tree = jkv.TreeMask([-1, 0, 0])
@@ -372,6 +379,7 @@ def test_attend_refuses_causal_trees():
         jkv.attend(cache, 0, peeked, queries[:1], causal=True)
 
 
+@pytest.mark.one_end
 def test_padded_rows_take_masks():
     """Requests own rows i * Q on, and each mask entry belongs to its row."""
     rng = np.random.default_rng(8)
@@ -415,6 +423,7 @@ def test_masks_of_equal_shape_share_a_program():
     assert len(traces) == 1
 
 
+@pytest.mark.one_end
 def test_a_step_may_be_written_again():
     """A canvas is rewritten under two masks; the last write counts."""
     rng = np.random.default_rng(11)
@@ -461,7 +470,7 @@ def attend_rows_to_all(queries, keys, values):
     return np.einsum("qht,thd->qhd", weights, values)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "pallas"])
+@pytest.mark.parametrize("implementation", few([None, "xla", "pallas"], None))
 def test_peeked_rows_read_the_whole_context(implementation):
     cache, ids = prefill(np.random.default_rng(0), make_cache(), [14, 22, 0, 30, 0])
     free, arrays = jkv.num_free_blocks(cache), jax.tree.leaves(cache)
@@ -477,6 +486,7 @@ def test_peeked_rows_read_the_whole_context(implementation):
     assert jkv.num_free_blocks(after) == free
 
 
+@pytest.mark.one_end
 def test_peek_needs_no_room():
     """A full sequence and an empty pool are read like any others."""
     config = jkv.CacheConfig(
@@ -499,6 +509,7 @@ def test_peek_needs_no_room():
     assert batch.positions.tolist() == [16, 16, 0, 0, 0, 0]
 
 
+@pytest.mark.one_end
 def test_prefixes_hold_no_keys_that_depend_on_later_rows():
     """A prefix-LM prompt that diverges within its prefix must not be found."""
     prompt = jnp.arange(16)
@@ -550,6 +561,7 @@ def grow_tree(cache, ids, parents, rows, **more: Any):
     return cache, batch
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("has_index", [False, True])
 def test_keep_rows_equals_decoding_the_path(dtype, has_index):
@@ -605,6 +617,7 @@ BAD_ROWS = {
 }
 
 
+@pytest.mark.one_end
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_keep_rows_refuses_other_rows(name):
     cache, opened = jkv.allocate(make_cache(), [0, 0])
@@ -620,6 +633,7 @@ def test_keep_rows_refuses_other_rows(name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.one_end
 def test_keep_rows_refuses_sequences_that_changed():
     ids, keep = jnp.array([0, 1]), jnp.array([[0, *range(2, 10)]] * 2)
     rows = random_rows(np.random.default_rng(0), 20)
@@ -650,6 +664,7 @@ def test_keep_rows_refuses_sequences_that_changed():
     jkv.check(cache)
 
 
+@pytest.mark.one_end
 def test_debug_allows_canvases_to_be_written_again():
     rows = random_rows(np.random.default_rng(0), 3)
     mask = jkv.SpanMask(jnp.array([2, 2, 2]), one_window=True)
@@ -680,6 +695,7 @@ def test_debug_allows_canvases_to_be_written_again():
         jkv.check(cache)
 
 
+@pytest.mark.one_end
 def test_recurrent_states_refuse_trees_and_second_writes():
     group = jkv.StateConfig(
         num_layers=1,
