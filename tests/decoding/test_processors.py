@@ -455,7 +455,7 @@ class AsksHost(jkv.LogitsProcessor):
         return state
 
 
-def test_constrained_decoding_has_no_host_callbacks():
+def test_constrained_decoding_stays_on_the_device():
     def lower(logits_processor, **options):
         def run(params, cache, logits_processor):
             return jkv.generate(

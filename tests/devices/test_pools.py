@@ -51,7 +51,10 @@ OF_RANKS = {
     "kept_from": ([], {}),
     "least_recently_used": ([], dict(num_sequences=2)),
     "match": ([np.ones((2, 1, 6), np.int32)], dict(salts=3)),
+    "next_positions": ([], {}),
     "num_free_blocks": ([], {}),
+    "peek": ([IDS], dict(num_rows=2)),
+    "prune": ([IDS, np.int32([[[0, 2]] * 2] * 2), IDS], {}),
     "read": ([0 * ONE, ONE], dict(return_start=True)),
     "read_slot": ([0 * ONE, ONE, ONE], {}),
     "reorder": ([IDS, IDS], {}),
@@ -82,6 +85,7 @@ IN_STEPS = {
     "attend",
     "page_table",
     "commit",
+    "keep_rows",
     "add_prompts",
     "cancel",
     "preempt",
@@ -116,7 +120,7 @@ def test_every_public_function_is_tried_here():
 @pytest.mark.parametrize("name", [name for name, how in OF_RANKS.items() if how])
 def test_a_verb_is_called_through_over_pools(name):
     function, (arguments, whole) = find_functions()[name], OF_RANKS[name]
-    cache = jax.eval_shape(init)
+    cache = jax.eval_shape(functools.partial(init, pruning=name == "prune"))
     over = jkv.over_pools(function)
     answer = jax.eval_shape(functools.partial(over, **whole), cache, *arguments)
     assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(answer))
@@ -150,24 +154,6 @@ def place_params():
     rows = np.arange(128, dtype=np.float32).reshape(16, 8) / 64
     where = NamedSharding(MESH, PartitionSpec("tp"))
     return {"rows": jax.device_put(rows, where)}
-
-
-def search(cache, prompts, *, params, model):
-    options = dict(num_beams=2, max_new_tokens=3)
-    return jkv.beam_search(model, params, cache, prompts, **options)
-
-
-def go_on(cache, seq_ids, texts, *, params, model):
-    return jkv.extend(model, params, cache, seq_ids, texts, max_new_tokens=3)
-
-
-def in_windows(cache, prompts, *, params, model):
-    """The other functions that take their cache later, and functions of states."""
-    options = dict(max_new_tokens=3, max_running=2)
-    state = jkv.decoding.begin(model, params, cache, prompts, **options)
-    state = jkv.decoding.add_prompts(cache, state, [0], prompts[:1] + 1)
-    cache, state = jkv.decoding.cancel(cache, state, jnp.array([False, True]))
-    return jkv.decoding.decode(model, params, cache, state)
 
 
 def play_beams(cache, prompts, *, params, model):
@@ -233,7 +219,11 @@ def take_step(cache, tokens, *, params, capacity):
     rows = params["rows"].at[tokens.reshape(-1)].get(mode="clip")[:, None]
     cache = jkv.write(cache, 0, batch, rows, 2 * rows)
     seen = jkv.attend(cache, 0, batch, rows)
-    return jkv.commit(cache, batch), seen, jkv.page_table(cache, batch)
+    pages = jkv.page_table(cache, batch)
+    numbers = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    kept = jnp.where(numbers[None] < counts[:, None], numbers[None], -1)
+    cache, batch, _ = jkv.keep_rows(cache, batch, kept)
+    return jkv.commit(cache, batch), seen, pages
 
 
 def test_a_step_gets_placed_weights_whole():

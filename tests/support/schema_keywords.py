@@ -62,8 +62,8 @@ ROWS = [
     ),
     (
         "`pattern`",
-        r"of ECMA-262, found anywhere; also `\p{L}`, `\b` and look-around that stands "
-        r"in no other; not `\1`, `\Z`, `(?i)`, `a++`",
+        r"of ECMA-262, found anywhere; also `\p{L}`, `\b` and look-around that is not "
+        r"nested; not `\1`, `\Z`, `(?i)`, `a++`",
         [
             ({"pattern": "^a.$"}, '"ab"', '"a\u2028" "a" "abc"'),
             ({"pattern": "^(^foo$|^bar$)$"}, '"foo" "bar"', '"foobar"'),
