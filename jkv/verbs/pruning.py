@@ -226,7 +226,7 @@ def _find_wrong(selection: Selection) -> jax.Array:
 
 
 def _stop_commits(metadata: Metadata, row: jax.Array, seq_ids: jax.Array) -> Metadata:
-    """Let rows, i32[B], commit no more: their tokens do not determine their keys."""
+    """Stop commits of rows, i32[B], whose tokens no longer determine their keys."""
     known = metadata.index.leave(seq_ids)
     if known is None:
         return metadata

@@ -45,7 +45,7 @@ def test_a_text_is_longer_than_the_context(rolling):
     assert usage["completion_tokens"] == 60
     excess = usage["total_tokens"] - 1 - 32
     assert usage["dropped_tokens"] == -(-excess // 16) * 16 > 0
-    # What was told is a prompt longer than the context: it goes on in the same way.
+    # A prompt longer than the context rolls in the same way.
     ids = served.tokenizer.encode(prompt).ids
     (first,) = served.engine.generate([ids], max_new_tokens=40)
     (rest,) = served.engine.generate([ids + list(first.tokens)], max_new_tokens=20)

@@ -139,7 +139,7 @@ def run_transformers(case: Case, model, tokens, given) -> np.ndarray:
     more = {}
     text = model.config.get_text_config()
     if getattr(text, "hidden_size_per_layer_input", None):
-        # What the class does for images, whose ids it replaces by padding.
+        # As the class computes images: it replaces their ids by padding.
         language_model = model.model.language_model
         padded = ids.masked_fill(is_given, 0)
         embedded = model.get_input_embeddings()(padded)
