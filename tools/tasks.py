@@ -124,9 +124,15 @@ SUITES = {
     "newest-tests": tests(
         NEWEST, "tests", "README.md", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
     ),
+    "further": tests(
+        OLDEST, *but(*OF_PROGRAMS, *OF_KERNELS, SCHEMAS), flags=WITHOUT_MLIR
+    )._replace(variables=ALONE),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
     "modules": tests(OLDEST, EVERY_MODULE, CODE_OBJECTS),
     "newest-modules": tests(NEWEST, EVERY_MODULE, CODE_OBJECTS),
+    "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
+        variables=ALONE
+    ),
     "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
     "oldest-rest": tests(
         OLDEST,
@@ -162,13 +168,7 @@ SUITES = {
     # Two published models, 350 MB, as GGUF files.
     "real-models": tests(OLDEST, "tests/models"),
     "schemas": tests((*OLDEST, "schemas"), SCHEMAS),
-    "further": tests(
-        OLDEST, *but(*OF_PROGRAMS, *OF_KERNELS, SCHEMAS), flags=WITHOUT_MLIR
-    )._replace(variables=ALONE),
     "further-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK)._replace(
-        variables=ALONE
-    ),
-    "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
         variables=ALONE
     ),
 }
