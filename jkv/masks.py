@@ -59,7 +59,7 @@ class CausalMask:
     """
 
     def see(self, rows: Rows, max_span: int) -> Visible:
-        """Return what each row attends to."""
+        """Return the rows that each row attends to."""
         del max_span
         rank, no = rows.rank, jnp.zeros(rows.rank.shape, bool)
         return Visible(jnp.zeros_like(rank), rank, None, rank, no, no, no)
@@ -102,7 +102,7 @@ one_window=False, cacheable=False)
     cacheable: bool = _static(False)
 
     def see(self, rows: Rows, max_span: int) -> Visible:
-        """Return what each row attends to."""
+        """Return the rows that each row attends to."""
         rank, shape = rows.rank, rows.rank.shape
         low = jnp.zeros_like(rank) if self.starts is None else self.starts
         low, high = jnp.maximum(low, 0), jnp.maximum(self.ends, rank)
@@ -132,7 +132,7 @@ class TreeMask:
     parents: jax.Array
 
     def see(self, rows: Rows, max_span: int) -> Visible:
-        """Return what each row attends to."""
+        """Return the rows that each row attends to."""
         rank = rows.rank
         is_wrong = (self.parents >= rank) | (self.parents < -1)
         column = jnp.arange(max_span, dtype=jnp.int32)[None]
@@ -172,7 +172,7 @@ class MixedMask:
     masks: "tuple[CausalMask | SpanMask | TreeMask, ...]"
 
     def see(self, rows: Rows, max_span: int) -> Visible:
-        """Return what each row attends to."""
+        """Return the rows that each row attends to."""
         which = gather(self.which, rows.request)
         each = [mask.see(rows, max_span) for mask in self.masks]
         found = each[0]
@@ -208,6 +208,7 @@ class StepMask:
     past: jax.Array  # i32[B], tokens cached before the step
     low: jax.Array  # i32[R]
     high: jax.Array  # i32[R]
+    request: jax.Array  # i32[R]
     first_row: jax.Array  # i32[R], the request's first row
     ancestors: jax.Array | None  # bool[R, Q], by row within the request; None for all
     one_window: jax.Array  # bool[R], windows count from the step's first row
@@ -235,7 +236,7 @@ class StepMask:
 
     def first_rows(self, num_rows: int) -> "StepMask":
         """Return the mask of the first rows."""
-        names = "low", "high", "first_row", "ancestors", "one_window"
+        names = "low", "high", "request", "first_row", "ancestors", "one_window"
         of_rows = {name: getattr(self, name) for name in names}
         first = jax.tree.map(lambda rows: rows[:num_rows], of_rows)
         return dataclasses.replace(self, **first)
@@ -250,7 +251,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(mask: Mask, rows: Rows, past: jax.Array, max_span: int) -> Resolved:
-    """Return what the rows of a step attend to.
+    """Number the rows that a mask shows in the batch, and check its entries.
 
     Args:
       mask: the mask, not `CausalMask`.
@@ -275,6 +276,7 @@ def resolve(mask: Mask, rows: Rows, past: jax.Array, max_span: int) -> Resolved:
         past=past,
         low=row + 1 if adds_later else first_row + seen.low,
         high=jnp.where(is_owned, first_row + seen.high, -1),
+        request=rows.request,
         first_row=first_row,
         ancestors=seen.ancestors,
         one_window=seen.one_window,
@@ -300,6 +302,7 @@ def read_only_mask(past: jax.Array, num_rows: int) -> StepMask:
         past=past,
         low=row,
         high=jnp.full((count,), -1, jnp.int32),
+        request=row // num_rows,
         first_row=row - row % num_rows,
         ancestors=None,
         one_window=jnp.ones((count,), bool),

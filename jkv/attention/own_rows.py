@@ -121,9 +121,8 @@ def _cut_requests(
     # Tiles past the last one begin past the rows, and attend to none.
     start = jnp.where(index < ends[-1], begin + offset, num_rows)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = jnp.sum(query_starts[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1
     # Tiles of a request are consecutive, so its rows are, too.
-    place = gather(ends - counts, owner) * tile_rows + row - mask.first_row
+    place = gather(ends - counts, mask.request) * tile_rows + row - mask.first_row
     return _Tiles(start, start if mask.adds_later else begin, place)
 
 

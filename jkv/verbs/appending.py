@@ -42,10 +42,10 @@ def append(
     """Grow sequences by `num_tokens` each and plan the rows of the step.
 
     Blocks are taken from the pool only when a token needs one. Rows are packed in
-    request
-    order: request i owns rows from `sum(num_tokens[:i])` on, also if it is refused or
-    padding. With a sliding window, `append` releases blocks outside the window of all
-    rows of this and later steps: `write` and attend one step before the next `append`.
+    request order: request i owns rows from `sum(num_tokens[:i])` on, also if it is
+    refused or padding. With a sliding window, `append` releases blocks outside the
+    window of all rows of this and later steps: `write` and attend one step before the
+    next `append`.
 
     Args:
       cache: the cache.
@@ -62,7 +62,7 @@ def append(
         before them tokens already pending. None: as many of the new tokens as possible.
         Recurrent-state layers keep the inputs of pending tokens; caches without such
         layers need no value.
-      mask: what the rows of a request attend to among themselves. Recurrent-state
+      mask: the new rows of its request that each row attends to. Recurrent-state
         layers are causal under any mask.
       max_span: static bound on the rows of a span; with `TreeMask`, `starts` or
         `one_window` on the rows of a request. Default R; a step costs up to

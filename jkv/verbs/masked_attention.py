@@ -97,13 +97,12 @@ def _attend_past(
         return attend(*requests, window=window, past=Past(mask.past), work_lists=plan)
     # Each row has a window of its own, and so becomes a request.
     row = jnp.arange(mask.low.shape[0], dtype=jnp.int32)
-    starts = requests.query_starts
-    owner = jnp.sum(starts[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1
-    past = gather(mask.past, owner)
+    past = gather(mask.past, mask.request)
     first = jnp.where(mask.one_window, past, rows.positions) + 1 - window
-    is_owned = row - mask.first_row < gather(requests.query_lengths, owner)
+    lengths = gather(requests.query_lengths, mask.request)
+    is_owned = row - mask.first_row < lengths
     by_row = requests._replace(
-        seq_ids=gather(requests.seq_ids, owner),
+        seq_ids=gather(requests.seq_ids, mask.request),
         query_starts=row,
         query_lengths=is_owned.astype(jnp.int32),
         context_lengths=past + 1,

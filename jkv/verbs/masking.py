@@ -19,6 +19,7 @@ from jkv.masks import (
     without_rows,
 )
 from jkv.metadata import requests
+from jkv.metadata.lanes import find_owners
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -30,23 +31,25 @@ def read_mask(
     metadata: Metadata, mask: Mask, num_rows: int, num_requests: int
 ) -> Mask | None:
     """Return a mask with i32 arrays, None for causal rows; refuse other values."""
-    checked = _read_arrays(mask, num_rows, num_requests)
     has_states = len(metadata.block_numbers) < len(metadata.groups)
-    if checked is not None and has_tree(checked) and has_states:
-        raise ValueError(
-            "mask must not be a TreeMask on a cache with recurrent-state layers, whose "
-            "states follow one path; append each path to a fork of its own"
-        )
-    return checked
+    return _read_arrays(mask, num_rows, num_requests, has_states)
 
 
-def _read_arrays(mask: Mask, num_rows: int, num_requests: int) -> Mask | None:
+def _read_arrays(
+    mask: Mask, num_rows: int, num_requests: int, has_states: bool
+) -> Mask | None:
     def as_array(name: str, value: Any) -> jax.Array:
         return jnp.asarray(requests.saturated(name, value))
 
     if isinstance(mask, CausalMask):
         return None
-    return check_mask(mask, num_rows, num_requests, as_array)
+    checked = check_mask(mask, num_rows, num_requests, as_array)
+    if has_tree(checked) and has_states:
+        raise ValueError(
+            "mask must not be a TreeMask on a cache with recurrent-state layers, whose "
+            "states follow one path; append each path to a fork of its own"
+        )
+    return checked
 
 
 def read_span(max_span: int | None, num_rows: int) -> int:
@@ -96,13 +99,8 @@ def with_mask(batch: Batch, mask: Mask, *, max_span: int | None = None) -> Batch
             "batch must come from append, got a batch of peek, whose rows have no "
             "slots; append the rows"
         )
-    num_requests = len(batch.seq_ids)
-    new = _read_arrays(mask, batch.num_rows, num_requests)
-    if new is not None and has_tree(new) and None in batch.blocks_of_groups:
-        raise ValueError(
-            "mask must not be a TreeMask on a cache with recurrent-state layers, whose "
-            "states follow one path; append each path to a fork of its own"
-        )
+    has_states = None in batch.blocks_of_groups
+    new = _read_arrays(mask, batch.num_rows, len(batch.seq_ids), has_states)
     most = read_span(max_span, batch.num_rows)
     return _with_mask(batch, new, max_span=0 if new is None else most)
 
@@ -136,12 +134,9 @@ def _with_mask(batch: Batch, mask: Mask | None, *, max_span: int) -> Batch:
 
 def _number_rows(batch: Batch) -> tuple[Rows, jax.Array]:
     """Return the rows of a batch, and the tokens before the step, i32[B]."""
-    row = jnp.arange(batch.num_rows, dtype=jnp.int32)[:, None]
-    starts, lengths = batch.query_starts[None], batch.query_lengths[None]
-    owns = (starts <= row) & (row < starts + lengths)
-    request = jnp.argmax(owns, axis=1).astype(jnp.int32)
-    rank = row[:, 0] - gather(batch.query_starts, request)
-    rank = jnp.where(owns.any(axis=1), rank, -1)
+    request = find_owners(batch.query_starts, 0, batch.num_rows)
+    row = jnp.arange(batch.num_rows, dtype=jnp.int32)
+    rank = row - gather(batch.query_starts, request)
     rows = Rows(rank, gather(batch.query_lengths, request), request)
     past = batch.context_lengths - batch.query_lengths
     return rows, past if batch.mask is None else batch.mask.past
@@ -162,7 +157,7 @@ def peek(cache: Cache, seq_ids: Integers, num_rows: int = 1) -> Batch:
 
     Returns:
       A batch, valid until the sequences change. All rows of a request have the position
-      `next_positions`. Status: OK or INVALID_SEQUENCE, whose rows return zeros.
+      `next_positions`. Status: OK, or INVALID_SEQUENCE, and its rows return zeros.
 
     Raises:
       ValueError: if an argument has the wrong type or shape.

@@ -126,14 +126,16 @@ def _plan(metadata: Metadata, batch: Batch, rows: jax.Array) -> _Plan:
         is_wrong |= moves & is_shared.any(axis=1)
 
     moved = listed & moves[:, None] & ~is_wrong[:, None]
-    pairs = (
-        tuple(
-            Slots(*(each.reshape(-1) for each in _slots_of(batch, number, row, moved)))
-            for row in (first_row + rows, first_row + place)
-        )
+
+    def cells(number: int, row: jax.Array) -> Slots:
+        slots = _slots_of(batch, number, row, moved)
+        return Slots(*(each.reshape(-1) for each in slots))
+
+    pairs = [
+        (cells(number, first_row + rows), cells(number, first_row + place))
         for number in metadata.block_numbers
-    )
-    return _Plan(start, count, is_wrong, tuple((a, b) for a, b in pairs))
+    ]
+    return _Plan(start, count, is_wrong, tuple(pairs))
 
 
 def _slots_of(batch: Batch, number: int, row: jax.Array, valid: jax.Array) -> Slots:
