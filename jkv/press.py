@@ -1,7 +1,7 @@
 """KV cache compression: rules that score cached tokens, and their selection.
 
 A rule is a value with one method, `scores(keys, values, queries, lengths)`, called
-layer by layer. Keys and values are f32[B, N, K, D], and `queries` is None or what the
+layer by layer. Keys and values are f32[B, N, K, D], and `queries` is None or as the
 rule documents. It returns f32[B, K, N]; `top_tokens` selects the highest scores of each
 head for `jkv.prune`. Tokens at and after `lengths`, i32[B], are ignored. Rules of your
 own work the same way; `generate(press=)` needs them hashable.
@@ -169,9 +169,11 @@ class expected_attention:  # noqa: N801
                 "alone, such as key_diff()"
             )
         num_heads, dim = keys.shape[2], keys.shape[3]
-        turn = self._mean_rotation(dim, lengths)  # [B, D, D]
-        mean = jnp.einsum("bij,bhj->bhi", turn, queries.mean)
-        covariance = jnp.einsum("bij,bhjk,blk->bhil", turn, queries.covariance, turn)
+        rotation = self._mean_rotation(dim, lengths)  # [B, D, D]
+        mean = jnp.einsum("bij,bhj->bhi", rotation, queries.mean)
+        covariance = jnp.einsum(
+            "bij,bhjk,blk->bhil", rotation, queries.covariance, rotation
+        )
         mean, covariance = (_split(each, num_heads) for each in (mean, covariance))
         logits = jnp.einsum("bkgd,bnkd->bkgn", mean, keys) / math.sqrt(dim)
         spread = jnp.einsum("bnki,bkgij,bnkj->bkgn", keys, covariance, keys)
@@ -193,8 +195,8 @@ class expected_attention:  # noqa: N801
             jnp.eye(dim, dtype=jnp.float32)[:, None, None], (dim, *shape)
         )
         at = jnp.broadcast_to(position[None], (dim, *position.shape))
-        turned = self.rotate(units.reshape(-1, dim), at.reshape(-1))
-        columns = jnp.mean(turned.reshape(dim, *shape), axis=2)  # [D, B, D]
+        rotated = self.rotate(units.reshape(-1, dim), at.reshape(-1))
+        columns = jnp.mean(rotated.reshape(dim, *shape), axis=2)  # [D, B, D]
         return columns.transpose(1, 2, 0)
 
 

@@ -134,7 +134,7 @@ def _find_moves(
     stays = is_whole & (source == column)
     # Rows are appended to a tail; a cached block needs its parent before it.
     is_full = column < divide(selection.num_kept, size)[0][:, None]
-    is_own = _count_owners(group, block) == 1
+    is_own = _count_references(group, block) == 1
     is_known = index.knows(metadata, number, block)
     intact = jnp.cumprod(stays & is_full, axis=1, dtype=jnp.int32) > 0
     is_bound = is_known & ~intact
@@ -189,7 +189,7 @@ def _find_targets(metadata: Metadata, number: int, moves: _Moves) -> _Targets:
 
     block = _take(moves.old, column)
     is_there = moves.is_copied & (column < num_columns)
-    is_own = is_there & (_count_owners(group, block) == 1)
+    is_own = is_there & (_count_references(group, block) == 1)
     is_known = is_own & metadata.index.knows(metadata, number, block)
     # Cached blocks stay findable if there is room for all of their replacements.
     needs_fresh = moves.is_copied & ~is_own
@@ -292,11 +292,13 @@ class PrunedBlocks(NamedTuple):
         if group.tokens is None:
             return group
         slots = self.kept.slots
-        is_told = self.kept.is_needed & jnp.all(slots == slots[:, :1], axis=1)
+        is_known = self.kept.is_needed & jnp.all(slots == slots[:, :1], axis=1)
         column, offset = divide(slots[:, 0], group.block_size)
         request = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None, None]
-        told = gather(group.tokens, (gather(self.moves.old, (request, column)), offset))
-        tokens = scatter(group.tokens, target, jnp.where(is_told, told, -1))
+        recorded = gather(
+            group.tokens, (gather(self.moves.old, (request, column)), offset)
+        )
+        tokens = scatter(group.tokens, target, jnp.where(is_known, recorded, -1))
         return dataclasses.replace(group, tokens=tokens)
 
     def _list_copies(self, target: jax.Array) -> RowCopies:
@@ -319,5 +321,5 @@ def _take(old: jax.Array, column: jax.Array) -> jax.Array:
     return jnp.take_along_axis(old, jnp.minimum(column, last), axis=1)
 
 
-def _count_owners(group: BlockGroup, block: jax.Array) -> jax.Array:
+def _count_references(group: BlockGroup, block: jax.Array) -> jax.Array:
     return gather(group.reference_counts, block, fill=0)

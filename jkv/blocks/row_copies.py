@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jkv.blocks.sharing import may_copy
 from jkv.formats.format import Formats, name_parts, parts_of
 from jkv.indexing import gather, scatter
 from jkv.metadata.xla_cpu import divide
@@ -55,10 +55,7 @@ def copy_rows(
 
     Outside jit there is no pass over the storage without copies.
     """
-    may_copy = storage.num_layers > 0
-    if may_copy and not isinstance(copies.target, jax.core.Tracer):
-        may_copy = bool(np.any(np.asarray(copies.target) < storage.num_blocks))
-    if not may_copy:
+    if not may_copy(storage, copies.target):
         return storage
     num_layers, num_heads = storage.num_layers, storage.num_kv_heads
     slots, sharding, mesh_axis = copies.slots, storage.sharding, None

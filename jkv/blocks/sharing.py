@@ -186,12 +186,16 @@ def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
 
     Outside jit there is no pass over the storage without copies.
     """
-    may_copy = storage.num_layers > 0
-    if may_copy and not isinstance(copies.target, jax.core.Tracer):
-        may_copy = bool(np.any(np.asarray(copies.target) < storage.num_blocks))
-    if not may_copy:
+    if not may_copy(storage, copies.target):
         return storage
     return storage.with_arrays(_copy_blocks(storage.arrays, copies))
+
+
+def may_copy(storage: BlockStorage, target: jax.Array) -> bool:
+    """Return True if a target, i32[...], is a block, or may be, inside jit."""
+    if storage.num_layers == 0 or isinstance(target, jax.core.Tracer):
+        return storage.num_layers > 0
+    return bool(np.any(np.asarray(target) < storage.num_blocks))
 
 
 @jax.jit
