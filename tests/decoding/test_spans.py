@@ -10,6 +10,7 @@ from support.small_attention_model import (
     VOCABULARY,
     attention_model,
     attention_params,
+    continue_densely,
     dense_rows,
 )
 
@@ -46,16 +47,6 @@ def small_config(num_blocks=40, **more):
 
 def make_cache(num_blocks=40, **more):
     return jkv.init(small_config(num_blocks, **more))
-
-
-def continue_densely(prompt, ends, count=NEW):
-    """The greedy tokens after a prompt."""
-    params = jax.tree.map(np.asarray, attention_params())
-    tokens = list(prompt)
-    for _ in range(count):
-        logits = dense_rows(params, np.array(tokens), ends=ends)
-        tokens.append(int(np.argmax(logits[-1])))
-    return tokens[len(prompt) :]
 
 
 @functools.cache

@@ -19,14 +19,6 @@ FORMS = {
     "authors": dict(model="language_model.model.", head="language_model.lm_head."),
     "newer": dict(model="model.language_model.", head="lm_head."),
 }
-VISION = dict(
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    image_size=8,
-    patch_size=4,
-)
 
 
 def wrap_by_hand(folder, form, **beside):
@@ -39,7 +31,7 @@ def wrap_by_hand(folder, form, **beside):
         model_type="gemma3",
         architectures=["Gemma3ForConditionalGeneration"],
         text_config=settings,
-        vision_config=VISION,
+        vision_config=fixtures.VISION,
         torch_dtype=dtype,
         **beside,
     )
@@ -116,7 +108,7 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     text = transformers.AutoConfig.from_pretrained(PLAIN)
     config = transformers.Gemma3Config(
         text_config=text,
-        vision_config=VISION,
+        vision_config=fixtures.VISION,
         mm_tokens_per_image=4,
         tie_word_embeddings=False,
         dtype="float16",
@@ -143,11 +135,16 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
 WITH_EYES = {
     "gemma4": (
         "Gemma4",
-        VISION | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16),
+        fixtures.VISION
+        | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16),
         "Gemma4ForCausalLM",
     ),
-    "ministral3": ("Mistral3", VISION | dict(head_dim=8), "Ministral3ForCausalLM"),
-    "mistral4": ("Mistral3", VISION | dict(head_dim=8), "Mistral4ForCausalLM"),
+    "ministral3": (
+        "Mistral3",
+        fixtures.VISION | dict(head_dim=8),
+        "Ministral3ForCausalLM",
+    ),
+    "mistral4": ("Mistral3", fixtures.VISION | dict(head_dim=8), "Mistral4ForCausalLM"),
 }
 
 

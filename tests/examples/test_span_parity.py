@@ -23,14 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers"),
 ]
 NEW, LENGTH = 6, 20
-VISION = dict(
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    image_size=8,
-    patch_size=4,
-)
 
 
 @dataclasses.dataclass
@@ -105,7 +97,7 @@ def make_folder(case: Case, folder) -> Any:
     text = transformers.AutoConfig.from_pretrained(
         fixtures.FIXTURES / case.text, **case.text_settings
     )
-    vision = {n: v for n, v in (VISION | case.vision).items()}
+    vision = fixtures.VISION | case.vision
     if case.family == "Gemma4":
         del vision["image_size"]
     config = getattr(transformers, f"{case.family}Config")(

@@ -1,6 +1,5 @@
 """Requests with spans through the engine: batches, prefix caching, parking."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from support.small_attention_model import (
     VOCABULARY,
     attention_model,
     attention_params,
-    dense_rows,
+    continue_densely,
 )
 
 import jkv
@@ -45,15 +44,6 @@ def make_engine(num_blocks=24, params=None, **options):
     cache = jkv.init(config)
     params = params or attention_params()
     return Engine(attention_model, params, cache, **(fields | options))
-
-
-def continue_densely(prompt, ends, count=NEW, params=None):
-    tokens = [int(token) for token in prompt]
-    params = jax.tree.map(np.asarray, params or attention_params())
-    for _ in range(count):
-        logits = dense_rows(params, np.array(tokens), ends=ends)
-        tokens.append(int(np.argmax(logits[-1])))
-    return tokens[len(prompt) :]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,15 @@ import tokenizers
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 PYDOC = Path(__file__).parents[2] / "examples" / "models" / "pydoc"
 
+# The part of a tiny checkpoint that sees.
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=8,
+    patch_size=4,
+)
 NUM_STEPS = 50
 VOCAB_SIZE = 128
 # A batch of unequal prompts: one token, one longer than every window, one between.

@@ -90,3 +90,13 @@ def dense_rows(params, tokens, xp=np, ends=()):
         attended = xp.einsum("hqk,khd->qhd", weights, values)
         hidden = xp.tanh(hidden + attended.reshape(length, -1))
     return hidden @ params["head"]
+
+
+def continue_densely(prompt, ends=(), count=5, params=None):
+    """The greedy tokens after a prompt with spans, by `dense_rows`."""
+    params = jax.tree.map(np.asarray, params or attention_params())
+    tokens = [int(token) for token in prompt]
+    for _ in range(count):
+        logits = dense_rows(params, np.array(tokens), ends=ends)
+        tokens.append(int(np.argmax(logits[-1])))
+    return tokens[len(prompt) :]

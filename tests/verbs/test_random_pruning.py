@@ -37,103 +37,97 @@ def _few_columns_per_trip(monkeypatch):
     monkeypatch.setattr(row_copies, "COLUMNS_PER_TRIP", 1)
 
 
-def play(game, num_operations):
-    for _ in range(num_operations):
-        game.play(num_operations=1)
-    assert {OK, INVALID_ARGUMENT} <= set(game.num_requests)
-    return game
+def play_games(kind, *args, seed, mode, folder, num_operations=150, **options):
+    """Play some games of a kind, and return them."""
+    games = []
+    for number in range(EFFORT):
+        donate = mode == "donated"
+        game = kind(*args, seed=seed + number, donate=donate, folder=folder, **options)
+        for _ in range(num_operations):
+            game.play(num_operations=1)
+        assert {OK, INVALID_ARGUMENT} <= set(game.num_requests)
+        games.append(game)
+    return games
 
 
 @pytest.mark.parametrize("name, mode", PLAIN)
 def test_pruned_sequences_keep_the_selected_tokens(name, mode, tmp_path):
-    verbs = make_pruning_verbs(mode)
-    for seed in range(EFFORT):
-        game = PruneGame(
-            SHAPES[name],
-            verbs,
-            seed=70 * len(name) + seed,
-            record_tokens=True,
-            donate=mode == "donated",
-            folder=tmp_path,
-            dtype=DTYPES.get(name, "float32"),
-        )
-        play(game, 150)
-        assert sum(game.num_pruned.values()) > 30
+    games = play_games(
+        PruneGame,
+        SHAPES[name],
+        make_pruning_verbs(mode),
+        seed=70 * len(name),
+        mode=mode,
+        folder=tmp_path,
+        record_tokens=True,
+        dtype=DTYPES.get(name, "float32"),
+    )
+    assert all(sum(game.num_pruned.values()) > 30 for game in games)
 
 
 @pytest.mark.parametrize("name, mode", WINDOWS)
 def test_windows_move_behind_the_kept_tokens(name, mode, tmp_path):
-    verbs = make_pruning_verbs(mode)
     shape, window = WINDOWED[name]
-    for seed in range(EFFORT):
-        game = PruneGame(
-            shape,
-            verbs,
-            seed=30 * len(name) + seed,
-            record_tokens=True,
-            donate=mode == "donated",
-            folder=tmp_path,
-            window=window,
-        )
-        play(game, 150)
+    play_games(
+        PruneGame,
+        shape,
+        make_pruning_verbs(mode),
+        seed=30 * len(name),
+        mode=mode,
+        folder=tmp_path,
+        record_tokens=True,
+        window=window,
+    )
 
 
 @pytest.mark.parametrize("name, mode", GROUPS)
 def test_groups_are_pruned_together(name, mode, tmp_path):
-    verbs = make_pruning_verbs(mode)
     groups, shape = GROUPED[name]
-    for seed in range(EFFORT):
-        game = PruneGame(
-            shape,
-            verbs,
-            seed=40 * len(name) + seed,
-            record_tokens=True,
-            donate=mode == "donated",
-            folder=tmp_path,
-            dtype=DTYPES.get(name, "float32"),
-            groups=groups,
-        )
-        play(game, 150)
+    play_games(
+        PruneGame,
+        shape,
+        make_pruning_verbs(mode),
+        seed=40 * len(name),
+        mode=mode,
+        folder=tmp_path,
+        record_tokens=True,
+        dtype=DTYPES.get(name, "float32"),
+        groups=groups,
+    )
 
 
 REUSED = [("roomy", "donated"), *further([("few blocks", "jitted")])]
 REUSED_GROUPS = further([("full and window", "jitted"), ("two windows", "donated")])
 
 
-def play_reuse(game, num_operations):
-    play(game, num_operations)
-    assert game.num_hits > 3
-    return game
-
-
 @pytest.mark.parametrize("name, mode", REUSED)
 def test_pruned_sequences_are_never_found_as_prefixes(name, mode, tmp_path):
-    verbs = make_pruning_verbs(mode)
-    for seed in range(EFFORT):
-        game = PruneReuseGame(
-            SHAPES[name],
-            verbs,
-            seed=90 * len(name) + seed,
-            donate=mode == "donated",
-            folder=tmp_path,
-        )
-        play_reuse(game, 220)
+    games = play_games(
+        PruneReuseGame,
+        SHAPES[name],
+        make_pruning_verbs(mode),
+        seed=90 * len(name),
+        mode=mode,
+        folder=tmp_path,
+        num_operations=220,
+    )
+    assert all(game.num_hits > 3 for game in games)
 
 
 @pytest.mark.parametrize("name, mode", REUSED_GROUPS)
 def test_pruned_groups_are_never_found_as_prefixes(name, mode, tmp_path):
-    verbs = make_pruning_verbs(mode)
     groups, shape = GROUPED[name]
-    for seed in range(EFFORT):
-        game = PruneReuseGame(
-            shape,
-            verbs,
-            seed=80 * len(name) + seed,
-            donate=mode == "donated",
-            folder=tmp_path,
-            groups=groups,
-        )
-        play_reuse(game, 220)
+    games = play_games(
+        PruneReuseGame,
+        shape,
+        make_pruning_verbs(mode),
+        seed=80 * len(name),
+        mode=mode,
+        folder=tmp_path,
+        num_operations=220,
+        groups=groups,
+    )
+    assert all(game.num_hits > 3 for game in games)
 
 
 STATES = {
@@ -145,18 +139,17 @@ STATE_CASES = [("full", "donated"), *further([("full and window", "jitted")])]
 
 @pytest.mark.parametrize("name, mode", STATE_CASES)
 def test_states_stay_when_their_tokens_are_dropped(name, mode, tmp_path):
-    verbs = make_pruned_state_verbs(mode)
     groups, place, shape, rules = STATES[name]
-    for seed in range(EFFORT):
-        game = PruneStateGame(
-            groups,
-            shape,
-            rules,
-            verbs,
-            seed=60 * len(name) + seed,
-            place=place,
-            donate=mode == "donated",
-            folder=tmp_path,
-        )
-        play(game, 180)
-        assert sum(game.num_pruned.values()) > 20
+    games = play_games(
+        PruneStateGame,
+        groups,
+        shape,
+        rules,
+        make_pruned_state_verbs(mode),
+        seed=60 * len(name),
+        mode=mode,
+        folder=tmp_path,
+        num_operations=180,
+        place=place,
+    )
+    assert all(sum(game.num_pruned.values()) > 20 for game in games)
