@@ -3,9 +3,9 @@
     python benchmarks/devices.py
 
 A step of the decoder in `examples/pretrained`, with one layer, is compiled for 1, 2, 4
-and 8 simulated devices; nothing runs or is timed. The table has the step's collectives
-with their result shapes, and the argument bytes per device, its share of the weights
-and of the cache, for each kind of sharding.
+and 8 simulated devices; nothing runs or is timed. The table lists, for each kind of
+sharding, the step's collectives with their result shapes, and the argument bytes per
+device with its share of the weights and of the cache.
 """
 
 import collections
@@ -24,7 +24,7 @@ import jkv
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results" / "devices.json"
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402
 
@@ -154,7 +154,7 @@ def describe(found: collections.Counter[tuple[str, str]]) -> str:
 
 
 def make_rows() -> list[dict[str, Any]]:
-    """Compile all steps."""
+    """Return a table row for each kind of sharding and number of devices."""
     rows = []
     for kind, text in KINDS.items():
         for count in NUM_DEVICES:
@@ -172,7 +172,7 @@ def make_rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compile all steps, print a Markdown table, save the rows."""
+    """Compile all steps, print a Markdown table, and save the rows."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(NUM_DEVICES))
     rows = make_rows()

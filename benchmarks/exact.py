@@ -44,7 +44,7 @@ NUM_STEPS, STATIC = (
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A model without weights of its own."""
+    """A model without own weights."""
 
     shapes: Shapes = SHAPES
 

@@ -29,7 +29,7 @@ import jkv
 ROOT = pathlib.Path(__file__).parent.parent
 BUNDLED = ROOT / "examples" / "models" / "pydoc"
 RESULTS = pathlib.Path(__file__).parent / "results" / "generate.json"
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402  (found through the line above)
 

@@ -3,11 +3,11 @@
     python benchmarks/gpu_correctness.py [--quick] [--json FILE]
 
 Two kinds of cases, each compared with the reference implementation: the calls of
-`python -m jkv.doctor` in bfloat16 (and three of them in float16 and float32), and
+`python -m jkv.doctor` in bfloat16 (three of them also in float16 and float32), and
 whole steps of a cache in seven storage formats and two layouts, with forks that share a
-prefix, a sliding window and NaN in the rows of one sequence. Our own Triton lowering is
-compared with Pallas' bit by bit, and a batch-invariant call with itself at another
-batch size. Compiling takes the time, so that the cases run in several processes.
+prefix, a sliding window and NaN in the rows of one sequence. jkv's own Triton lowering
+is compared with Pallas' bit by bit, and a batch-invariant call with itself at another
+batch size. Compilation dominates, so the cases run in several processes.
 """
 
 import argparse
@@ -38,14 +38,14 @@ FORMATS = (
 )
 LAYOUTS = "grouped heads", "latent"
 FEW = "decode", "prefill", "mixed, with padding"
-# Errors of both are rounding of bfloat16 results around 1; formats are compared with
-# the reference on the same stored elements.
+# Errors are roundings of bfloat16 results around 1; formats are compared with the
+# reference on the same stored elements.
 TOLERANCE = 3e-2
 Case = tuple[str, ...]
 
 
 def list_cases(quick: bool) -> list[Case]:
-    """Return the cases, by the names that `run_case` takes."""
+    """Return the cases, in `run_case`'s form."""
     if quick:
         return [
             ("call", "bfloat16", "decode"),
@@ -63,7 +63,7 @@ def list_cases(quick: bool) -> list[Case]:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """Run a case; return a row with its error, or with the reason why it failed."""
+    """Run a case; return a row with its error, or with the reason of its failure."""
     kind, *names = case
     began = time.perf_counter()
     row: dict[str, Any] = {"case": ", ".join(case)}
@@ -76,7 +76,7 @@ def run_case(case: Case) -> dict[str, Any]:
     try:
         error = run(*names)
         row["error"] = error
-        if not error <= TOLERANCE:  # NaN too
+        if not error <= TOLERANCE:  # also true for NaN
             row["failed"] = f"error {error:.2g}"
     except NotImplementedError as error:
         row["refused"] = str(error)[:120]
@@ -86,7 +86,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def run_cases(cases: list[Case], num_processes: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all cases, in the order in which they end."""
+    """Yield the rows of all cases, in order of completion."""
     context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
     with concurrent.futures.ProcessPoolExecutor(num_processes, context) as pool:
         futures = [pool.submit(run_case, case) for case in cases]
@@ -98,11 +98,11 @@ def _compare_call(dtype: str, name: str) -> float:
     (case,) = (each for each in correctness.CASES if each.name == name)
     error = correctness.find_error(case, dtype, "pallas")
     limit = correctness.TOLERANCES[dtype]
-    return error * TOLERANCE / limit  # as a part of the dtype's own tolerance
+    return error * TOLERANCE / limit  # in units of the dtype's own tolerance
 
 
 def _compare_step(dtype: str, layout: str, window: str) -> float:
-    """Return the largest error of a decode step behind a fork, NaN in one sequence."""
+    """Return the largest error of a decode step after a fork, beside a NaN."""
     is_latent = layout == "latent"
     sizes: dict[str, Any] = dict(num_kv_heads=2, head_dim=128)
     if is_latent:
@@ -158,7 +158,7 @@ def _compare_step(dtype: str, layout: str, window: str) -> float:
 
 
 def _compare_lowerings() -> float:
-    """Return 0 where our own Triton lowering gives the bits of Pallas'."""
+    """Return 0 if jkv's own Triton lowering is bit-identical to Pallas'."""
     names = ("decode", "prefill") if not correctness.on_cpu() else ("decode",)
     worst = 0.0
     for case in correctness.CASES:
@@ -175,7 +175,7 @@ def _compare_lowerings() -> float:
 
 
 def _compare_batch_sizes() -> float:
-    """Return 0 where a sequence's bits do not depend on the batch beside it."""
+    """Return 0 if a sequence's bits do not depend on the rest of the batch."""
     (case,) = (each for each in correctness.CASES if each.name == "decode")
     operands, options = correctness.make_operands(case, "bfloat16")
     queries, keys, values, layer, tables, _, starts, lengths, contexts = operands
@@ -193,7 +193,7 @@ def _compare_batch_sizes() -> float:
 
 
 def main() -> None:
-    """Run all cases, print them, save them."""
+    """Run all cases, print them, and save them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three cases")
     parser.add_argument("--json", type=pathlib.Path)

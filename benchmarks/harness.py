@@ -1,8 +1,8 @@
 """Shared code of the benchmarks: interleaved timing, machine information, tables, JSON.
 
 Compared cases run interleaved: every round takes one sample of each in a random order,
-so that a slow minute of the machine affects all of them. Figures are medians with the
-10th and 90th percentile; a ratio is the median of the ratios within rounds.
+so that background load affects all of them. Figures are medians with the 10th and 90th
+percentile; a ratio is the median of the ratios within rounds.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ import numpy as np
 
 import jkv
 
-MIN_ROUNDS = 5  # least samples of a slow case
+MIN_ROUNDS = 5  # minimum samples of a slow case
 TURN = "JKV_TURN"  # environment variable: path prefix of the turn files
 
 

@@ -73,10 +73,10 @@ class Llama:
         return positions[:, None].astype(jnp.float32) * self.rope_base**-powers
 
     def draw_params(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Return random weights, each drawn by a program of its own.
+        """Draw random weights, each by its own program.
 
         Args:
-          dtype: of the matrices: "bfloat16", "int8" or "float8_e4m3fn".
+            dtype: of the matrices: "bfloat16", "int8" or "float8_e4m3fn".
         """
         keys = iter(jax.random.split(jax.random.key(0), 8 * self.num_layers + 2))
         ones = jnp.ones((self.width,), jnp.bfloat16)
@@ -109,7 +109,7 @@ def count_step_bytes(params: dict[str, Any]) -> int:
 
 
 def _draw(key: jax.Array, shape: tuple[int, int], dtype: str) -> dict[str, jax.Array]:
-    """Return a matrix that preserves the scale of a row."""
+    """Draw a matrix that preserves the scale of a row."""
     return dict(_draw_matrix(key, shape=shape, dtype=dtype))
 
 

@@ -1,11 +1,12 @@
-"""Cost of masks within a step, beside causal steps of the same rows.
+"""Cost of masks within a step, compared with causal steps of the same rows.
 
     python benchmarks/masks.py [--quick]
 
-A whole step of a small decoder, float32, random weights. The floor of a span's extra
-cost is its dense product: half of R x R scores of the step's own rows, beside products
-of the weights that a causal step has, too. At 256 rows, 8 heads of 64 and four layers
-that is 2 * 2 * 128 * 256 * 8 * 64 operations a layer, 67 million of some 700 million.
+A whole step of a small decoder, float32, random weights. The lower bound of a span's
+extra cost is its dense product: half of R x R scores of the step's own rows, added to
+the weight products that a causal step has, too. At 256 rows, 8 heads of 64 and four
+layers these are 2 * 2 * 128 * 256 * 8 * 64 operations a layer, 67 million of some 700
+million.
 """
 
 import argparse
@@ -27,10 +28,10 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "masks.json"
 
 
 class Step(NamedTuple):
-    """A step under a mask, its causal counterpart, and the most it may cost."""
+    """A step under a mask, its causal counterpart, and the cost limit."""
 
-    rows: tuple[int, ...]  # of each request
-    past: int  # tokens of each request before
+    rows: tuple[int, ...]  # by request
+    past: int  # cached tokens of each request
     mask: Mask
     max_span: int
     aim: float

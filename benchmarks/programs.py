@@ -3,9 +3,9 @@
     python benchmarks/programs.py [--only append free] [--loops] [--sources append]
 
 The verbs are lowered for a cache of two layers, 64 sequences and 1,024 blocks, with 8
-requests, plain and with prefix caching. A StableHLO operation costs tracing and
-compiling; a fusion is a launch on a GPU. `--sources VERB` lists the lines of jkv that
-most operations come from. `tests/package/test_programs.py` holds the counts.
+requests, with and without prefix caching. A StableHLO operation costs tracing and
+compiling; a fusion is a launch on a GPU. `--sources VERB` lists the lines of jkv with
+the most operations. `tests/package/test_programs.py` limits the counts.
 """
 
 import argparse
@@ -42,9 +42,9 @@ class Size(NamedTuple):
 
     operations: int  # of StableHLO
     fusions: int  # of the compiled module
-    scatters: int  # likewise
-    loops: int  # likewise; on a GPU the host waits for each condition
-    seconds: float  # of compiling, processor time
+    scatters: int  # of the compiled module
+    loops: int  # of the compiled module; on a GPU the host waits for each condition
+    seconds: float  # CPU time of compiling
 
 
 def make_verbs(kind: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -119,7 +119,7 @@ def measure(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Size:
 def list_sources(
     function: Callable[..., Any], arguments: tuple[Any, ...], depth: int
 ) -> list[tuple[int, str]]:
-    """Return how many equations of the jaxpr each place of jkv makes, most first."""
+    """Return the number of jaxpr equations of each line of jkv, most first."""
     counts: collections.Counter[str] = collections.Counter()
 
     def visit(jaxpr: Any) -> None:
@@ -146,7 +146,7 @@ def list_sources(
 
 
 def main() -> None:
-    """Print the sizes of the programs that the arguments name."""
+    """Print the sizes of the selected programs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="VERB")
     parser.add_argument("--loops", action="store_true", help="generate as well")

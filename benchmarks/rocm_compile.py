@@ -39,7 +39,7 @@ IN_PLACE = {
     "bitcast",
     "call",
     "custom-call",
-    "fusion",  # its operations are listed too
+    "fusion",  # its operations are listed, too
     "get-tuple-element",
     "parameter",
     "scatter",
@@ -74,7 +74,7 @@ class Step:
     # counts a pool again for each in-place operation, and recomputes in each layer what
     # exceeds that count.
     memory_percent: int | None = None
-    # Whether a kernel launch computes queries from the previous output, like
+    # True if a kernel launch computes queries from the previous output, like
     # projections.
     is_projected: bool = False
 

@@ -32,7 +32,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "windows.json"
 PEER = "all tokens"
 BLOCK_SIZE, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM = 16, 2, 4, 64
 START = 1000  # tokens of each sequence before the first step
-CHUNK = 250  # most tokens per step until then
+CHUNK = 250  # maximum tokens per step until then
 
 # The caches of a workload, by the windows of their layers.
 Caches = tuple[tuple[str, tuple[int | None, ...]], ...]

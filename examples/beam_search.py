@@ -1,11 +1,10 @@
-"""The most likely continuations of a text, by beam search on shared blocks.
+"""Beam search on shared blocks: the most likely completions of a prompt.
 
     python examples/beam_search.py --beams 4 "The with statement"
 
-The beams of a prompt share the blocks of their common prefix; only a beam that branches
-copies a partly filled block. The script shows the texts, best first, beside the one of
-greedy search, and the blocks in use at the peak beside the number that copies of the
-cache would take.
+The beams of a prompt share the blocks of their common prefix; a beam that branches
+copies only the partly filled block. The script prints the beams, best first, the result
+of greedy decoding, and the peak number of blocks with and without sharing.
 """
 
 from pathlib import Path

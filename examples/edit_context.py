@@ -1,10 +1,10 @@
-"""Drop a tool result, then a reasoning span, from the middle of an agent's context.
+"""Remove a tool result and a reasoning span from the middle of an agent's context.
 
     python examples/edit_context.py [--model path/to/checkpoint]
 
-Each edit is one `jkv.prune`: the other tokens stay as they were computed, so the next
-token costs one step. Recomputing the shorter context costs all of its tokens. The two
-differ, since kept tokens were computed with the dropped ones in view; both are shown.
+Each edit is one call of `jkv.prune`. The kept tokens are not recomputed, so the next
+token costs one step. Results may differ from recomputing the shorter context, since the
+kept tokens attended to the removed ones; the script prints both.
 """
 
 import time
@@ -20,7 +20,7 @@ from generating.options import BUNDLED
 
 import jkv
 
-# An agent's context: spans by name, in order.
+# The context: spans by name, in order.
 CONTEXT = {
     "task": "Return the number of lines in a file. ",
     "reasoning": "First open the file. Then read the lines, and count each of them. ",
@@ -58,7 +58,7 @@ def edit(options):
     prune = jax.jit(jkv.prune, donate_argnames="cache")
 
     def go_on(cache, seq_id, tokens):
-        """Continue a sequence greedily, and forget the continuation again."""
+        """Generate greedily from a sequence, then truncate it to its old length."""
         given = np.full((1, length), -1, np.int32)
         given[0, : len(tokens)] = tokens
         before = int(jkv.context_lengths(cache)[seq_id])
@@ -66,14 +66,14 @@ def edit(options):
         cache, _ = jkv.truncate(cache, seq_id, before)
         return cache, tokenizer.decode(found.tokens[0].tolist())
 
-    # The last token is computed with each continuation.
+    # The last token is recomputed with each completion, since it needs logits.
     spans, last = dict(encoded), encoded["answer"].pop()
     edited, fresh = opened.seq_ids.tolist()
     tokens = [token for span in spans.values() for token in span]
     cache, _ = jkv.extend(
         model, params, cache, [edited], [tokens], max_new_tokens=1, chunk_size=64
     )
-    # Compiled on a request of padding.
+    # Compile with a padding request.
     cache, _ = prune(cache, [jkv.NO_SEQUENCE], jnp.zeros((1, length), jnp.int32), [0])
     for name in ("tool result", "reasoning"):
         start = 0

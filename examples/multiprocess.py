@@ -1,18 +1,19 @@
-"""Continue texts on several processes, and go on after one of them was killed.
+"""Generate on several processes, and resume after one of them was killed.
 
     python examples/multiprocess.py --state FOLDER
     python examples/multiprocess.py --state FOLDER --coordinator HOST:PORT --process 0
     srun --kill-on-bad-exit=1 python examples/multiprocess.py --state FOLDER \
         --coordinator auto --devices 0
 
-The first starts two processes here, each with two simulated devices: the devices of one
-share the model (tensor parallel), each process has texts of its own (data parallel).
-The second is the command for one process, to start by hand; `--process 1` is the other,
-on another host too. Under SLURM, Open MPI or on a TPU JAX finds the others itself.
+The first command starts two local processes with two simulated devices each. The
+devices of a process share the model (tensor parallelism); each process has its own
+prompts (data parallelism). The second command starts one process by hand; `--process 1`
+is the other, possibly on another host. Under SLURM, Open MPI or on TPUs, JAX finds the
+peers.
 
-State is saved to FOLDER every few steps. When a process ends before its work is done
-the others end, too; the same command then goes on where they stopped. The code is in
-`processes/`: `launching.py` starts and watches, `generation.py` runs in each.
+State is saved to FOLDER every few steps. If a process exits early, the others exit
+too; run the same command to resume. The code is in `processes/`: `launching.py` starts
+and monitors the processes, `generation.py` runs in each of them.
 """
 
 import sys
@@ -23,7 +24,7 @@ from processes.options import parse_arguments
 if __name__ == "__main__":
     with errors_in_one_line():
         options = parse_arguments(__doc__)
-        # Imported here, as the launcher needs no JAX and a process configures it.
+        # Imported here: the launcher needs no JAX; each process configures JAX itself.
         if options.coordinator is None:
             from processes.launching import launch
 

@@ -1,10 +1,10 @@
-"""Several continuations of one prompt that share its blocks.
+"""Parallel sampling: several completions of one prompt share its blocks.
 
     python examples/parallel_sampling.py --samples 4 "The with statement"
 
-The prompt is read once; `fork` then opens a sequence per sample on the same blocks, and
-copies only the partly filled last one. The script shows the block tables after the fork
-and how many blocks were in use at the peak, against as many separate prompts.
+The prompt is computed once. `fork` then opens one sequence per sample on the same
+blocks and copies only the partly filled last one. The script prints the block tables
+after the fork, and the peak number of blocks with and without sharing.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ follows:
 
 """
 
-# Rows of a step that computes prompts or tokens: one size, one program to compile.
+# Rows per step, for prompts and decoding alike: one shape, one compilation.
 ROWS = 16
 
 begin = jkv.jitted.begin
@@ -60,7 +60,7 @@ def main():
             length, max_sequences=num_samples, dtype=params["embedding"].dtype
         )
     )
-    # One seed is the first of consecutive ones: every sample draws its own numbers.
+    # A scalar seed is the first of consecutive seeds, one per sample.
     sampling = jkv.Sampling(temperature=options.temperature, top_p=0.95, seeds=1)
     state = begin(
         model,
@@ -72,7 +72,7 @@ def main():
         row_counts=(max(ROWS, num_samples),),
         stop_tokens=np.array(model.config.stop_tokens, np.int32),
     )
-    # The first steps compute the prompt, the next one forks.
+    # The first steps compute the prompt; the next step forks.
     until_fork = np.int32(-(-len(prompt) // max(ROWS, num_samples)) + 1)
     cache, state = decode(
         model, params, cache, state, sampling=sampling, num_steps=until_fork
@@ -90,7 +90,7 @@ def main():
     for i, tokens in enumerate(np.asarray(state.result.tokens)):
         print(f"\n--- sample {i}\n{tokenizer.decode(tokens[tokens >= 0].tolist())}")
 
-    # A sequence's last token is never put in the cache.
+    # The last token of a sequence is not in the cache.
     lengths = len(prompt) + np.asarray(state.result.lengths) - 1
     apart = int(np.sum(-(-lengths // size)))
     peak = int(state.result.statistics.peak_blocks)

@@ -60,7 +60,7 @@ class Contest:
     """A workload, and the targets of jkv: speedups over each contender."""
 
     title: str
-    share: float  # of the minutes
+    share: float  # share of the minutes
     draw: Callable[[Size, pathlib.Path], Workload]
     reach: dict[str, float | None]  # None for no target
     # Bounds on counts of any contender.

@@ -16,7 +16,7 @@ from contenders.workloads import Workload
 
 
 class Numbers:
-    """A tokenizer of lists of token ids."""
+    """A tokenizer for lists of token ids."""
 
     def __init__(self, vocabulary: int) -> None:
         """Set an end token outside the vocabulary."""

@@ -1,1 +1,1 @@
-"""An agent with a calculator: its rollout, and the step that learns from it."""
+"""An agent with a calculator: the tool and the rollout."""

@@ -1,4 +1,5 @@
-"""Parts of `examples/serve_batch.py`.
+"""Implementation of `examples/serve_batch.py`.
 
-``command.py`` answers the lines of a file, ``lines.py`` keeps the results.
+``command.py`` runs the command, ``answering.py`` the engine. ``forms.py`` parses lines
+and formats results, ``lines.py`` stores results.
 """

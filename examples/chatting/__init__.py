@@ -1,1 +1,1 @@
-"""The parts of `examples/chat.py`: turns and branches, and the commands."""
+"""Implementation of `examples/chat.py`: turns, branches and commands."""

@@ -1,4 +1,4 @@
-"""Branches of a chat over one cache, and the turns that are taken in them."""
+"""Turns and branches of a chat over one cache."""
 
 import argparse
 import dataclasses
@@ -12,14 +12,14 @@ from generating.output import TextStream
 
 import jkv
 
-PIECE = 8  # tokens generated before they are shown
-WIDTH = 64  # tokens are padded to a multiple of it: few programs to compile
-SINKS = 4  # first tokens that a rolling context keeps
+PIECE = 8  # tokens per call
+WIDTH = 64  # prompts are padded to multiples, for few compilations
+SINKS = 4  # first tokens kept with --roll
 
 
 @dataclasses.dataclass
 class Branch:
-    """A conversation: its sequence, the tokens in the cache, and the messages."""
+    """A conversation: its sequence, the tokens of the turns, and the messages."""
 
     seq_id: int
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -28,10 +28,10 @@ class Branch:
 
 
 class Chat:
-    """All branches, and the current one."""
+    """All branches of a chat, and the current one."""
 
     def __init__(self, options: argparse.Namespace):
-        """Read the checkpoint, and open an empty conversation."""
+        """Load the checkpoint and open an empty conversation."""
         self.options = options
         loops = pretrained.prefers_loops()
         model, self._params = pretrained.load(options.model, loop_layers=loops)
@@ -53,7 +53,7 @@ class Chat:
         messages = [{"role": "system", "content": system}] if system else []
         roll = None
         if options.roll is not None:
-            # Keep the system message, and the first tokens of any sequence.
+            # Never drop the system message and the first tokens.
             is_encoded = messages and self._has_template
             first = len(self._encode(messages)) if is_encoded else 0
             roll = jkv.Roll(first=max(first, SINKS), step=options.roll)
@@ -66,7 +66,7 @@ class Chat:
         self.add(Branch(int(opened.seq_ids[0]), messages=messages))
 
     def add(self, branch: Branch) -> None:
-        """Go on in a branch that was not there; it shares no list with another."""
+        """Add a copy of `branch` and make it the current one."""
         branch = dataclasses.replace(
             branch,
             tokens=list(branch.tokens),
@@ -77,10 +77,10 @@ class Chat:
         self.branch = branch
 
     def cut(self, length: int) -> int:
-        """Drop the tokens of the branch from a length on; return how many are left.
+        """Truncate the current branch to `length` tokens; return the new length.
 
-        Where layers have a state fewer may be: as many as a copy of it was made after;
-        and none where tokens after it were dropped.
+        It is shorter if layers have a recurrent state, which can be truncated to
+        snapshots only, and 0 if tokens after the snapshot were dropped.
         """
         seq_id = self.branch.seq_id
         dropped = self.count_dropped()
@@ -98,17 +98,17 @@ class Chat:
         return kept
 
     def count_dropped(self) -> int:
-        """Return the tokens that a full context dropped from the branch."""
+        """Return the number of tokens that --roll dropped from the branch."""
         seq_id = self.branch.seq_id
         slots = jkv.context_lengths(self.cache)[seq_id]
         return int(jkv.next_positions(self.cache)[seq_id] - slots)
 
     def take_turn(self, line: str) -> None:
-        """Answer a message: tokens that are as they were stay, others are computed."""
+        """Answer a message; the unchanged prefix is not recomputed."""
         branch = self.branch
         messages = [*branch.messages, {"role": "user", "content": line}]
         ids = self._encode(messages)
-        # At least one token is computed: its logits give the next one.
+        # At least one token is computed, since its logits are needed.
         pairs = zip(ids[:-1], branch.tokens, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         kept = self.cut(kept)
@@ -127,7 +127,7 @@ class Chat:
         print(f"\n({report})")
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a whole conversation, up to the next answer."""
+        """Return the tokens of a conversation up to the next answer."""
         if not self._has_template:
             text = "".join(message["content"] for message in messages)
             return list(self._tokenizer.encode(text).ids)
@@ -137,7 +137,7 @@ class Chat:
     def _generate(
         self, ids: list[int], kept: int
     ) -> tuple[list[int], jkv.FinishReason]:
-        """Show an answer as it comes; return its tokens, and why it ended."""
+        """Print an answer as it is generated; return its tokens and finish reason."""
         stream, given = TextStream(self._tokenizer, ids, is_chat=True), ids[kept:]
         answer: list[int] = []
         reason = jkv.FinishReason.LENGTH
@@ -153,7 +153,7 @@ class Chat:
             )
             reason = jkv.FinishReason(piece.reasons[0])
             answer += piece.tokens[0, : piece.lengths[0]].tolist()
-            given = answer[-1:]  # it is not in the cache yet
+            given = answer[-1:]  # not in the cache yet
             print(stream.advance(self._without_stops(answer)), end="", flush=True)
         return answer, reason
 
@@ -162,7 +162,7 @@ class Chat:
 
 
 def _padded(tokens: list[int]) -> np.ndarray:
-    """Return tokens as i32[1, P], P a multiple of `WIDTH`."""
+    """Return tokens as i32[1, P]; P is a multiple of `WIDTH`."""
     padded = np.full((1, -(-len(tokens) // WIDTH) * WIDTH), -1, np.int32)
     padded[0, : len(tokens)] = tokens
     return padded

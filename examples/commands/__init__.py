@@ -1,6 +1,6 @@
-"""The commands of an installation (`pip install ./examples`), each one of the scripts.
+"""Console commands of the installed examples (`pip install ./examples`).
 
-The scripts import the packages beside them, as `python examples/generate.py` does.
+Each command runs a script, which imports the packages beside it.
 """
 
 import pathlib
@@ -11,22 +11,22 @@ FOLDER = pathlib.Path(__file__).parents[1]
 
 
 def generate() -> None:
-    """Continue prompts: `jkv-generate`."""
+    """Run `generate.py`, as `jkv-generate`."""
     _run("generate.py")
 
 
 def chat() -> None:
-    """Chat in the terminal: `jkv-chat`."""
+    """Run `chat.py`, as `jkv-chat`."""
     _run("chat.py")
 
 
 def serve() -> None:
-    """Serve OpenAI's API: `jkv-serve`."""
+    """Run `serve_http.py`, as `jkv-serve`."""
     _run("serve_http.py")
 
 
 def batch() -> None:
-    """Continue a file of prompts: `jkv-batch`."""
+    """Run `serve_batch.py`, as `jkv-batch`."""
     _run("serve_batch.py")
 
 

@@ -1,1 +1,1 @@
-"""Block diffusion with DiffusionGemma: `checkpoint.py` reads it, `loop.py` denoises."""
+"""Block diffusion with DiffusionGemma: `checkpoint.py` loads it, `loop.py` denoises."""

@@ -1,8 +1,8 @@
-"""A DiffusionGemma checkpoint: one decoder that reads causally, and denoises canvases.
+"""DiffusionGemma checkpoints: a causal encoder and a denoising decoder.
 
-Its encoder, which reads the prompt and finished blocks causally, and its decoder, which
-denoises a canvas, share all weights but the scale of each layer's output. Both are
-Gemma 4 with experts.
+The encoder processes the prompt and finished blocks causally, the decoder denoises a
+canvas. They share all weights except the scales of layer outputs. Both are Gemma 4 with
+experts.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import pretrained
 from pretrained.files import find_tensors
 from safetensors import safe_open
 
-# Settings of Gemma 4 that this configuration implies.
+# Settings of Gemma 4 that DiffusionGemma implies.
 AS_GEMMA4 = dict(
     model_type="gemma4_text",
     attention_k_eq_v=True,
@@ -25,21 +25,21 @@ AS_GEMMA4 = dict(
 
 
 class Denoiser(NamedTuple):
-    """A model with the weights of its two passes."""
+    """Model with the parameters of its two passes."""
 
     model: pretrained.Decoder
     encoder: pretrained.Params  # for causal passes
     decoder: pretrained.Params  # for canvases
-    # Of the perceptron that adds the last step's guess: "norm", "gate", "up", "down".
+    # MLP that adds the last step's prediction: "norm", "gate", "up", "down".
     conditioning: dict[str, jax.Array]
-    canvas_length: int  # tokens of a block, C
+    canvas_length: int  # tokens per block, C
 
 
 def load(folder: str | Path, dtype: Any = None) -> Denoiser:
-    """Read a checkpoint folder.
+    """Load a checkpoint folder.
 
     Raises:
-        ValueError: when it is not one of DiffusionGemma.
+        ValueError: if it is not a DiffusionGemma checkpoint.
     """
     raw = json.loads((Path(folder) / "config.json").read_text())
     if raw.get("model_type") != "diffusion_gemma":
@@ -48,14 +48,14 @@ def load(folder: str | Path, dtype: Any = None) -> Denoiser:
             f"{raw.get('model_type')!r}; generate.py continues other models"
         )
     config = pretrained.parse_config(read_text_settings(raw))
-    # Canvases attend both ways in all layers.
+    # Canvases use bidirectional attention in all layers.
     config = dataclasses.replace(config, span_layers=())
     decoder = pretrained.read_params(folder, config, dtype)
     first = jax.tree.leaves(decoder)[0].dtype
     paths = find_tensors(Path(folder))
 
     def read(name: str) -> jax.Array:
-        """Read a tensor that Gemma 4 has not."""
+        """Read a tensor that Gemma 4 does not have."""
         if f"model.{name}" not in paths:
             raise ValueError(f"tensor model.{name} is missing in {folder}")
         with safe_open(paths[f"model.{name}"], "flax") as file:
@@ -80,10 +80,10 @@ def load(folder: str | Path, dtype: Any = None) -> Denoiser:
 
 
 def read_text_settings(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the text settings in the form of Gemma 4."""
+    """Return the text settings in Gemma 4's form."""
     text = dict(raw["text_config"])
     kinds = text["layer_types"]
-    # Full layers have other heads, written as changes of a layer.
+    # Full-attention layers have other heads, given as overrides per layer.
     changes = text.pop("per_layer_config", None) or {}
     full = changes.get(str(kinds.index("full_attention")), {})
     text["global_head_dim"] = full.get("head_dim", text["head_dim"])

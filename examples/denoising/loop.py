@@ -1,9 +1,9 @@
-"""Block diffusion in one jit: canvases behind one shared prompt.
+"""Block diffusion in one jit: canvases that follow a shared prompt.
 
-A canvas is a block of C tokens that attend to each other and to all before them. Each
-of T steps computes it whole, keeps the surest tokens and draws the others anew; then a
-causal pass writes the keys and values that later blocks see. Nothing but the tokens
-changes between steps, so prompts, forks and finished blocks stay in the cache.
+A canvas is a block of C tokens with bidirectional attention to each other and to all
+earlier tokens. Each of T steps computes the canvas, keeps the most confident tokens and
+redraws the others; then a causal pass writes the final keys and values. Only the tokens
+change between steps, so prompts, forks and finished blocks stay in the cache.
 
 Symbols: N samples, C tokens of a canvas, T steps, V vocabulary.
 """
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     """Static sizes of a call."""
 
     num_samples: int  # N
-    num_blocks: int  # canvases of a sample
+    num_blocks: int  # canvases per sample
     num_steps: int  # T
     max_context_length: int
 
@@ -42,17 +42,17 @@ def make_cache(denoiser: Denoiser, sizes: Sizes, prompt_length: int, dtype: Any 
 
 
 def denoise(denoiser: Denoiser, cache, prompt, key, sizes: Sizes):
-    """Continue a prompt by N samples of several canvases each.
+    """Generate N samples of several canvases each.
 
     Args:
         denoiser: the model.
-        cache: an empty one of `make_cache`; donated.
+        cache: an empty cache of `make_cache`; donated.
         prompt: i32[P].
-        key: of the random tokens.
-        sizes: static.
+        key: PRNG key of the random tokens.
+        sizes: static sizes.
 
     Returns:
-        The cache, with all samples open, and i32[N, num_blocks * C].
+        The cache with all samples open, and the tokens, i32[N, num_blocks * C].
     """
     params = denoiser.encoder, denoiser.decoder, denoiser.conditioning
     static = denoiser.model, denoiser.canvas_length, sizes
@@ -65,7 +65,7 @@ def _denoise(static, params, cache, prompt, key):
     encoder, decoder, conditioning = params
     num_samples = sizes.num_samples
     num_rows = num_samples * length
-    # The prompt once, and forks that share its blocks.
+    # The prompt is computed once; forks share its blocks.
     cache, opened = jkv.allocate(cache, [0])
     cache, batch = jkv.append(
         cache, opened.seq_ids, prompt.shape[0], capacity=prompt.shape[0]
@@ -89,7 +89,7 @@ def _denoise(static, params, cache, prompt, key):
         def step(carry, number):
             cache, tokens, logits = carry
             rows = condition(model.config, decoder, conditioning, tokens, logits)
-            # Rows in place of embeddings: ids past the vocabulary name them.
+            # Input rows replace embeddings: ids past the vocabulary select them.
             ids = vocabulary + jnp.arange(num_rows, dtype=jnp.int32)
             given = decoder | {"given_rows": rows}
             logits, cache = model(given, ids, cache, batch, all_rows=True)
@@ -103,7 +103,7 @@ def _denoise(static, params, cache, prompt, key):
         tokens = jax.random.randint(
             jax.random.fold_in(key, 0), (num_rows,), 0, vocabulary
         )
-        # No guess yet: equal logits of -inf weigh nothing in `condition`.
+        # Logits of -inf mark a missing prediction in `condition`.
         nothing = jnp.full((num_rows, vocabulary), -jnp.inf, jnp.float32)
         numbers = jnp.arange(sizes.num_steps, dtype=jnp.int32)
         (cache, tokens, _), _ = lax.scan(step, (cache, tokens, nothing), numbers)
@@ -118,12 +118,12 @@ def _denoise(static, params, cache, prompt, key):
 
 
 def condition(config, params, weights, tokens, logits):
-    """Return the rows of a canvas, [R, E]: embeddings and the last step's guess.
+    """Return the input rows of a canvas, [R, E]: embeddings plus the last prediction.
 
     Args:
-        config: the model's.
-        params: of the decoder.
-        weights: of the conditioning.
+        config: the model's configuration.
+        params: parameters of the decoder.
+        weights: parameters of the conditioning MLP.
         tokens: i32[R], the canvas.
         logits: f32[R, V], of the last step; -inf for none.
     """
@@ -139,14 +139,14 @@ def condition(config, params, weights, tokens, logits):
 
 
 def _norm(config, rows):
-    """Divide rows by their root mean square."""
+    """Normalize rows by their root mean square."""
     wide = rows.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_epsilon
     return (wide / jnp.sqrt(mean)).astype(rows.dtype)
 
 
 def keep_surest(logits, noise, num_kept, num_samples):
-    """Return the surest `num_kept` tokens of each canvas, and noise elsewhere, i32[R].
+    """Return the `num_kept` most confident tokens per canvas, noise elsewhere, i32[R].
 
     Args:
         logits: f32[N * C, V].

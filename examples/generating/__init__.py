@@ -1,7 +1,6 @@
-"""Parts of `examples/generate.py`, shared by other examples.
+"""Implementation of `examples/generate.py`, and helpers of all examples.
 
-Files in reading order: ``command.py`` (the generation), ``prompts.py`` (texts become
-tokens), ``output.py`` (tokens become text), ``options.py`` (the command line); and for
-all examples ``arguments.py`` (values that are checked) and ``exiting.py`` (how a
-command ends).
+In reading order: ``command.py`` (the generation), ``prompts.py`` (tokenization),
+``output.py`` (detokenization and printing), ``options.py`` (the command line). For all
+examples: ``arguments.py`` (argument types) and ``exiting.py`` (exit on errors).
 """

@@ -1,4 +1,4 @@
-"""Tokens become text: while they come, at the end, as JSON, and in a closing line."""
+"""Detokenization and output: streamed, as JSON, and the closing line of statistics."""
 
 import argparse
 import json
@@ -13,24 +13,24 @@ from jkv.serving import Completion, EngineStats, Event
 
 SEPARATOR = "\n\n---\n\n"
 
-# A decoder's replacement for bytes that are no character, or only a part of one.
+# Replacement character of a decoder for invalid or incomplete UTF-8.
 BROKEN = "\ufffd"
 
-# A character has at most four bytes, so at most three of them can be left over.
+# A character has at most four bytes, so an incomplete one has at most three.
 MOST_LEFT_OVER = 3
 
 
 class TextStream:
-    """The text of one sequence as its tokens come, in pieces that never repeat.
+    """Incremental detokenizer of one sequence; printed text never changes.
 
-    A token may be a part of a character: it waits for the rest. A vocabulary with
-    tokens for single bytes (ByteFallback) judges a run of them as a whole, and one
-    that does not fit turns all of the run into broken characters. So a run waits, too.
+    A token may be part of a character and waits for the rest. With single-byte tokens
+    (ByteFallback), a run of bytes is decoded as a whole: one invalid byte replaces all
+    of its characters. So a run waits until it ends.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, is_chat: bool):
         self._tokenizer, self._prompt = tokenizer, list(prompt)
-        # Of a chat the answer alone is shown.
+        # In a chat, only the answer is shown.
         self._shown = self._decode(self._prompt) if is_chat else ""
 
     def advance(self, tokens: Sequence[int], *, has_ended: bool = False) -> str:
@@ -38,7 +38,7 @@ class TextStream:
         ids = [*self._prompt, *tokens]
         num_waiting = self._count_bytes(ids)
         if has_ended:
-            # The rest cannot come any more: leave out the half character alone.
+            # No more tokens follow: omit only an incomplete last character.
             choices = range(min(num_waiting, MOST_LEFT_OVER) + 1)
             whole = (n for n in choices if not self._is_broken(ids[: len(ids) - n]))
             num_waiting = next(whole, 0)
@@ -54,7 +54,7 @@ class TextStream:
         return self._tokenizer.decode(list(ids)).endswith(BROKEN)
 
     def _count_bytes(self, ids: Sequence[int]) -> int:
-        """Count the tokens at the end that stand for single bytes."""
+        """Return the number of single-byte tokens at the end."""
         for count, token in enumerate(reversed(ids)):
             name = self._tokenizer.id_to_token(token) or ""
             if not re.fullmatch("<0x[0-9A-F]{2}>", name):
@@ -63,7 +63,7 @@ class TextStream:
 
 
 class Shown:
-    """Printed texts: one text as it comes, or each one when it ends."""
+    """Printer of completions: one is streamed, several are printed when they finish."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Shown:
         self._num_shown = 0
 
     def advance(self, event: Event) -> None:
-        """Print the new part of the only text."""
+        """Print the new part of a streamed completion."""
         stream = self._streams[0]
         if not self._num_shown and not self._options.chat:
             print(stream.advance([]), end="")
@@ -89,7 +89,7 @@ class Shown:
         print(fresh, end="", flush=True)
 
     def show(self, prompt: int, completion: Completion) -> None:
-        """Print one of several texts."""
+        """Print a finished completion."""
         each = self.describe(prompt, completion)
         if self._options.json:
             line = f"{json.dumps(each, ensure_ascii=False)}\n"
@@ -101,9 +101,9 @@ class Shown:
         sys.stdout.flush()
 
     def describe(self, prompt: int, completion: Completion) -> dict[str, object]:
-        """Return the result of a sequence, ready for JSON; the text is the new part.
+        """Return a completion as a JSON object, without the prompt's text in "text".
 
-        With --stop it is the engine's text, which ends before the stop.
+        With --stop the text is the engine's, which ends before the stop string.
         """
         stream = self._open(self._prompts[prompt])
         opening = "" if self._options.chat else stream.advance([])

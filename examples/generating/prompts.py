@@ -1,4 +1,4 @@
-"""From texts to tokens: sources of prompts, and their checks."""
+"""Sources, checks and tokenization of prompts."""
 
 import sys
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from tokenizers import Tokenizer
 
 EXAMPLE = "The with statement is used to"
 
-# Prompts are padded to a multiple: similar lengths share a compiled program.
+# Prompts are padded to a multiple, so that similar lengths share a compiled program.
 LENGTH_STEP = 64
 
 
 def read_texts(arguments: Sequence[str], file: str | None) -> list[str]:
-    """Return the texts of the command line, then the nonblank lines of a file.
+    """Return the prompts of the command line and the nonblank lines of a file.
 
     Raises:
-        OSError: when the file cannot be read.
-        ValueError: when a text is blank or not UTF-8, or the file has none.
+        OSError: if the file cannot be read.
+        ValueError: if a prompt is blank or not UTF-8, or the file has no prompt.
     """
     for number, text in enumerate(arguments, 1):
         if not text.strip():
@@ -32,7 +32,7 @@ def read_texts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 
 def read_lines(file: str) -> list[str]:
-    """Return the lines of a file or of standard input that are not blank."""
+    """Return the nonblank lines of a file or of standard input."""
     raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
         text = raw.decode("utf-8-sig")
@@ -43,7 +43,7 @@ def read_lines(file: str) -> list[str]:
 
 
 def name_of(file: str) -> str:
-    """Name a file in a message."""
+    """Return a file's name for messages."""
     return "standard input" if file == "-" else file
 
 
@@ -55,17 +55,17 @@ def encode(
     context: int,
     has_special_tokens: bool,
 ) -> list[list[int]]:
-    """Return the token ids of each text.
+    """Return the token ids of each prompt.
 
     Args:
-        tokenizer: the checkpoint's.
+        tokenizer: the checkpoint's tokenizer.
         texts: the prompts.
-        vocabulary: tokens that the model knows.
-        context: most tokens that the model takes.
-        has_special_tokens: the texts bring their own, as chats do.
+        vocabulary: number of tokens of the model.
+        context: maximum number of tokens.
+        has_special_tokens: whether the prompts contain special tokens, as chats do.
 
     Raises:
-        ValueError: when a text has no token, too many, or one the model has not.
+        ValueError: if a prompt has no tokens, too many, or one outside the vocabulary.
     """
     encodings = tokenizer.encode_batch(texts, add_special_tokens=not has_special_tokens)
     prompts = [encoding.ids for encoding in encodings]
@@ -86,7 +86,7 @@ def encode(
 
 
 def pad(prompts: Sequence[Sequence[int]], context: int) -> np.ndarray:
-    """Return the prompts as i32[B, P], -1 after each one's end."""
+    """Return the prompts as i32[B, P], padded with -1."""
     longest = max(map(len, prompts))
     width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, context)
     padded = np.full((len(prompts), width), -1, np.int32)

@@ -1,2 +1,2 @@
-"""Random operations for `examples/block_map.py` (`game.py`), in cells (`cells.py`)
-and pictures (`drawing.py`)."""
+"""Random operations (`game.py`) as cells (`cells.py`) and pictures (`drawing.py`),
+for `examples/block_map.py`."""

@@ -1,4 +1,4 @@
-"""The pool's map as a picture."""
+"""The pool's map as a picture or animation."""
 
 import numpy as np
 from matplotlib import animation, patches, pyplot
@@ -7,7 +7,7 @@ from .cells import COLOURS, LEGEND, SHARED, SIGNS
 
 
 def save_picture(path, frames):
-    """Write the last frame as a picture, or all of them as a GIF."""
+    """Save the last frame as a picture, or all frames as a GIF."""
     pyplot.switch_backend("agg")
     figure, axes = pyplot.subplots(figsize=(8, 4.4), facecolor="#333338")
     boxes = [patches.Patch(color=COLOURS[n], label=LEGEND[n]) for n in LEGEND]

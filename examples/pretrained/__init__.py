@@ -4,22 +4,20 @@
     tokenizer = pretrained.load_tokenizer("path/to/checkpoint")
     cache = jkv.init(model.cache_config(4096, max_sequences=8))
 
-``model(params, tokens, cache, batch)`` then is a ``jkv.Model``. A Hugging Face folder
-is read as it is: config.json, one or many safetensors files, tokenizer.json. So is a
-GGUF file (``gguf_reading``).
+``model(params, tokens, cache, batch)`` is a ``jkv.Model``. Hugging Face folders
+(config.json, safetensors files, tokenizer.json) and GGUF files (``gguf_reading``) are
+loaded unchanged.
 
-Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: the
-differences of each from Llama; some with experts in ``expert_architectures.py``,
-Gemma's in ``gemma_architectures.py``, Mistral's newer ones in
-``mistral_architectures.py``, models with a state in ``delta_architectures.py`` and
-``mamba_architectures.py``, with readings of their own), ``config.py`` (a config.json;
-``settings.py``, ``readings.py``, ``windows.py``, ``rope_settings.py``, ``parts.py``
-and, of models that also see, ``text_part.py`` are for parts of it), ``model.py`` (the
-forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and
-``mixers`` for layers with a state), ``caches.py`` (the cache), ``tensors.py`` and
-``checkpoint.py`` (weights; ``files.py``, ``quantized.py``, and ``spreading.py`` for
-several devices), ``tokenizer.py`` (texts), ``chat_template.py`` (chats),
-``sampling.py`` (generation_config.json), ``keeping.py`` (compiled programs).
+In reading order: ``architecture.py`` and ``architectures.py`` (the table: each one's
+differences from Llama; ``*_architectures.py`` and ``*_readings.py`` for families),
+``config.py`` (config.json, with ``settings.py``, ``readings.py``, ``rope_settings.py``,
+``parts.py``, ``kept_by_layers.py`` and, for multimodal models, ``text_part.py``),
+``model.py`` (the forward pass, with ``layers.py``, ``attention.py``, ``rope.py``,
+``experts.py``, and ``mixers`` for recurrent-state layers), ``caches.py`` (cache
+configurations), ``tensors.py`` and ``checkpoint.py`` (weights, with ``files.py``,
+``quantized.py``, and ``spreading.py`` for tensor parallelism), ``tokenizer.py``,
+``chat_template.py``, ``sampling.py`` (generation_config.json), and ``keeping.py``
+(compiled programs).
 """
 
 import dataclasses
@@ -72,7 +70,7 @@ __all__ = [
 
 
 def prefers_loops(mesh: jax.sharding.Mesh | None = None) -> bool:
-    """Tell whether ``load(loop_layers=True)`` is for here: one process, on a CPU."""
+    """Return True if `load` should use `loop_layers=True`: on a CPU, in one process."""
     return mesh is None and jax.default_backend() == "cpu"
 
 
@@ -85,31 +83,31 @@ def load(
     loop_layers: bool = False,
     max_context_length: int | None = None,
 ) -> tuple[Decoder, Params]:
-    """Read a checkpoint.
+    """Load a checkpoint.
 
     Args:
-        folder: a Hugging Face checkpoint, config.json and safetensors, or a GGUF file.
-        dtype: type of weights and activations; float32 on a CPU and the checkpoint's
-            own elsewhere when it is None.
-        mesh: devices; the weights are sharded over its axis "tp" as they are read.
-        scan_layers: for many layers: programs compile faster, and tokens take longer
+        folder: a Hugging Face checkpoint (config.json and safetensors) or a GGUF file.
+        dtype: dtype of weights and activations; None means float32 on a CPU, and the
+            checkpoint's own elsewhere.
+        mesh: devices; the weights are sharded over its axis "tp" while they are read.
+        scan_layers: compile faster and run slower, for models with many layers
             (`DecoderConfig`).
-        loop_layers: for many layers on a CPU (`prefers_loops`): programs compile faster
-            and tokens take as long, and matrices that multiply the same rows are one
-            (`layers.JOINED`). Not for training, nor beside ``scan_layers``.
-        max_context_length: most tokens that a text will have, at most the model's.
-            With longrope (Phi-3) it chooses the factors of all texts: the short ones
-            up to the length before scaling, else the long ones. None takes them for
-            the length that each text has so far, so that a text which passes the
-            length before scaling depends on how it came in pieces.
+        loop_layers: compile faster and run equally fast on a CPU (`prefers_loops`);
+            matrices with the same input are joined (`layers.JOINED`). Not for
+            training, and not with ``scan_layers``.
+        max_context_length: maximum tokens of a sequence, at most the model's limit.
+            With longrope (Phi-3) it selects the factors of all sequences: short ones up
+            to the original context length, else long ones. None selects them by the
+            current length of each sequence; then a sequence that exceeds the original
+            context length depends on how its tokens were split into steps.
 
     Returns:
         The model, a callable with static settings, and its parameters.
 
     Raises:
-        FileNotFoundError: when a file is missing.
-        ValueError: when the checkpoint is damaged or of a kind not supported here, or
-            trained for shorter texts.
+        FileNotFoundError: if a file is missing.
+        ValueError: if the checkpoint is damaged or not supported, or its context is
+            shorter than `max_context_length`.
     """
     loops = dict(scan_layers=scan_layers, loop_layers=loop_layers)
     config = dataclasses.replace(read_config(folder), **loops)

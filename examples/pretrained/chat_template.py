@@ -1,10 +1,10 @@
-"""The template by which a checkpoint was taught to chat, as `transformers` plays it.
+"""Chat templates, rendered as in `transformers`.
 
-Templates are programs of jinja2, written for the environment that `transformers` gives
-them: a sandbox with blocks trimmed, `break` and `continue`, the tag `generation`, a
-`tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in the
-type of a call's arguments (an object or a text), so these are both at once, and in that
-of a message's content (`template_reading.py`).
+Templates are jinja2 programs for the environment of `transformers`: a sandbox with
+trimmed blocks, `break` and `continue`, the tag `generation`, a `tojson` without HTML
+escapes, `raise_exception` and `strftime_now`. Templates differ in the type of tool-call
+arguments (an object or a string), so `Arguments` is both, and in the type of a
+message's content (`template_reading.py`).
 """
 
 import datetime
@@ -18,17 +18,17 @@ from .gguf_reading import find_folder
 from .settings import read_tokenizer_settings
 from .template_reading import read_form
 
-# Names of a message's thoughts; templates read the first, and gpt-oss the last.
+# Names of a message's reasoning; templates read the first one, gpt-oss the last.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
-# Variables of every template, which nobody else may set.
+# Variables of every template that callers must not set.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, which reads as its JSON where that is wanted.
+    """Arguments of a tool call: an object that concatenates and prints as its JSON.
 
-    Some templates go through the arguments, some write `... + arguments`.
+    Some templates iterate over the arguments, others write `... + arguments`.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str):
@@ -51,21 +51,19 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a chat as the checkpoint's own template has it, up to the answer.
+    """Render a conversation with the checkpoint's chat template, up to the next answer.
 
-    Encode the text with ``add_special_tokens=False``: the template brings its own.
+    Encode the result with ``add_special_tokens=False``: it contains special tokens.
 
     Args:
-        folder: a checkpoint with a chat_template.jinja, or with a ``chat_template`` in
-            its tokenizer_config.json.
-        messages: a question, or the conversation, in the form of OpenAI's API: each
-            with "role" and "content".
-        tools: that the model may call, as the API of OpenAI has them.
-        variables: further ones that the template knows, such as "enable_thinking".
+        folder: a checkpoint with chat_template.jinja, or ``chat_template`` in its
+            tokenizer_config.json.
+        messages: a question, or messages with "role" and "content" as in OpenAI's API.
+        tools: available tools, in the format of OpenAI's API.
+        variables: further template variables, such as "enable_thinking".
 
     Raises:
-        ValueError: when there is no template, or it fails, as it does for messages
-            that it refuses.
+        ValueError: if there is no template, or it fails or refuses the messages.
     """
     settings = read_tokenizer_settings(find_folder(folder))
     source = _find_template(folder, settings, has_tools=bool(tools))
@@ -81,13 +79,13 @@ def render_chat(
     read = [_read_message(message, source) for message in messages]
     try:
         return _render(source, read, values)
-    except Exception as error:  # as many kinds as programs have
+    except Exception as error:  # templates may raise anything
         words = str(error) or type(error).__name__
         raise ValueError(f"the chat template of {folder}: {words}") from error
 
 
 def has_chat_template(folder: str | Path) -> bool:
-    """True if the checkpoint was taught to chat."""
+    """True if the checkpoint has a chat template."""
     try:
         settings = read_tokenizer_settings(find_folder(folder))
         return bool(_find_template(folder, settings))
@@ -96,7 +94,7 @@ def has_chat_template(folder: str | Path) -> bool:
 
 
 def can_show_tools(folder: str | Path) -> bool:
-    """True if the checkpoint's template tells the model of tools that it may call."""
+    """True if the checkpoint's template renders tools."""
     settings = read_tokenizer_settings(find_folder(folder))
     source = _find_template(folder, settings, has_tools=True)
     return _shows_tools(source, tuple(_special_tokens(settings).items()))
@@ -104,7 +102,7 @@ def can_show_tools(folder: str | Path) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _shows_tools(source: str, special: tuple[tuple[str, str], ...]) -> bool:
-    """True if a template writes the name of a tool; one that fails is not judged."""
+    """True if a template renders the name of a tool, or fails."""
     name = "a_tool_to_be_shown"
     parameters = {"type": "object", "properties": {}, "required": []}
     function = {"name": name, "description": "A tool.", "parameters": parameters}
@@ -115,14 +113,14 @@ def _shows_tools(source: str, special: tuple[tuple[str, str], ...]) -> bool:
     }
     try:
         return name in _render(source, [{"role": "user", "content": "?"}], values)
-    except Exception:  # as many kinds as programs have
+    except Exception:  # templates may raise anything
         return True
 
 
 def _render(
     source: str, messages: list[dict[str, Any]], values: Mapping[str, Any]
 ) -> str:
-    """Play a template on messages in the form that it takes."""
+    """Render a template with messages in the form that it accepts."""
     template = _compile(source)
     form = read_form(source, template.environment)
     if not form.takes_null:
@@ -133,27 +131,27 @@ def _render(
 
 
 def _fill(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with an empty text in the place of null."""
+    """Return a message with null content replaced by an empty string."""
     is_null = message.get("content") is None
     return {**message, "content": ""} if is_null else dict(message)
 
 
 def _part(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its text in parts; templates look at the first one."""
+    """Return a message with its content as a list of one text part."""
     text = message["content"] or ""
     return {**message, "content": [{"type": "text", "text": text}]}
 
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> Any:
-    """Return a template in the environment of `transformers`."""
-    # Imported here: plain prompts need no jinja2.
+    """Compile a template in the environment of `transformers`."""
+    # Imported here, since plain prompts do not need jinja2.
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`: the model's words, which trainers mark."""
+        """`{% generation %}`: marks the assistant's output for trainers."""
 
         tags = {"generation"}
 
@@ -176,7 +174,7 @@ def _compile(source: str) -> Any:
 
 
 def _read_message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a message as templates want it: no field is null but the text."""
+    """Return a message for templates: only its content may be null."""
     read = {k: v for k, v in message.items() if v is not None or k == "content"}
     thoughts = [read[name] for name in THOUGHTS if name in read]
     if thoughts:
@@ -197,9 +195,9 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_arguments(given: Any) -> Any:
-    """Return arguments, which come as JSON or as its text.
+    """Return the arguments of a call, given as an object or as JSON.
 
-    A text that is no object stays one: the model's text may have been cut.
+    A string that is not a JSON object is returned unchanged, as it may be truncated.
     """
     if given is None or given == "":
         given = {}
@@ -215,11 +213,11 @@ def _read_arguments(given: Any) -> Any:
 def _find_template(
     folder: str | Path, settings: Mapping[str, Any], *, has_tools: bool = False
 ) -> str:
-    """Return the template, from files of its own or from the tokenizer's settings."""
+    """Return the template from its own file or from the tokenizer's settings."""
     named = _read_templates(find_folder(folder))
     if not named:
         given = settings.get("chat_template")
-        # Several by name: one for tools, one for retrieval, and the one for chats.
+        # There may be several by name: for tools, for retrieval, and the default.
         named = {"default": given}
         if isinstance(given, list):
             named = {each.get("name"): each.get("template") for each in given}
@@ -235,7 +233,7 @@ def _find_template(
 
 
 def _read_templates(folder: Path) -> dict[str, Any]:
-    """Return the templates that have files of their own, by name."""
+    """Return the templates with files of their own, by name."""
     paths = {"default": folder / "chat_template.jinja"}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         paths[path.stem] = path
@@ -247,7 +245,7 @@ def _read_templates(folder: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name; each is a text, or has one as content."""
+    """Return the special tokens by name, given as strings or objects with content."""
     extra = settings.get("extra_special_tokens")
     named = {name: each for name, each in settings.items() if name.endswith("_token")}
     named |= extra if isinstance(extra, Mapping) else {}
@@ -265,7 +263,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as it stands: jinja2's own filter escapes for HTML."""
+    """Write JSON without HTML escapes, unlike jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -25,7 +25,7 @@ def read_glm4_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_hunyuan(settings: Settings) -> dict[str, Any]:
-    """Read a base of the wavelengths that is stretched once, for texts of any length.
+    """Read a wavelength base that is stretched once, for sequences of any length.
 
     A file calls it "dynamic" beside its `alpha`; without one dynamic means the same as
     elsewhere.

@@ -1,7 +1,7 @@
-"""HRM-Text: a prefix-LM whose two stacks of layers recur.
+"""HRM-Text: a prefix language model with two recurrent stacks of layers.
 
-Each pass through a stack keeps keys and values of its own, so a model of a few layers
-has many in the cache (https://arxiv.org/abs/2506.21734).
+Each pass through a stack has its own keys and values, so a model with few layers has
+many layers in the cache (https://arxiv.org/abs/2506.21734).
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ WEIGHTS = {
 
 @dataclasses.dataclass(frozen=True)
 class HrmText:
-    """The model's sizes; called as a `jkv.Model`."""
+    """Sizes of the model; callable as a `jkv.Model`."""
 
     hidden_size: int
     num_heads: int
     head_dim: int
-    num_layers: int  # of a stack
+    num_layers: int  # per stack
     high_cycles: int
     low_cycles: int
     embedding_scale: float
@@ -37,7 +37,7 @@ class HrmText:
     epsilon: float
 
     def cache_config(self, max_context_length: int, **sizes: Any) -> jkv.CacheConfig:
-        """Return the configuration of a cache with all layers of all cycles."""
+        """Return a cache configuration with the layers of all cycles."""
         return jkv.CacheConfig(
             num_layers=self.num_layers * self.high_cycles * (self.low_cycles + 1),
             num_kv_heads=self.num_heads,
@@ -47,7 +47,7 @@ class HrmText:
         )
 
     def __call__(self, params, tokens, cache, batch, *, all_rows=False):
-        """Return logits and the cache, as `jkv.Model`."""
+        """Return the logits and the cache, as a `jkv.Model`."""
         high = params["embedding"][tokens] * self.embedding_scale
         low = jnp.broadcast_to(params["low"], high.shape)
         halves = jnp.arange(self.head_dim // 2, dtype=jnp.float32)
@@ -68,7 +68,7 @@ class HrmText:
         return (high @ params["head"].T).astype(jnp.float32), cache
 
     def run_stack(self, params, name, rows, angles, cache, batch, number):
-        """Return the rows after a stack, and the cache with its keys and values."""
+        """Run a stack; return its rows and the updated cache."""
         for index, weights in enumerate(params[name]):
             heads = (self.norm(rows) @ weights["qkv"].T).reshape(
                 rows.shape[0], 4 * self.num_heads, self.head_dim
@@ -85,14 +85,14 @@ class HrmText:
         return self.norm(rows), cache
 
     def norm(self, rows):
-        """Divide rows by their root mean square."""
+        """Normalize rows by their root mean square."""
         wide = rows.astype(jnp.float32)
         mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
         return (wide * jax.lax.rsqrt(mean + self.epsilon)).astype(rows.dtype)
 
 
 def turn(heads, angles):
-    """Rotate heads, [R, H, D], by their positions' angles, f32[R, 1, D / 2]."""
+    """Rotate heads, [R, H, D], by the angles of their positions, f32[R, 1, D / 2]."""
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     turned = [first * cos - second * sin, second * cos + first * sin]
@@ -100,7 +100,7 @@ def turn(heads, angles):
 
 
 def load(folder: str | Path) -> tuple[HrmText, dict[str, Any]]:
-    """Read a checkpoint folder of one safetensors file."""
+    """Load a checkpoint folder with a single safetensors file."""
     from safetensors.flax import load_file
 
     raw = json.loads((Path(folder) / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Compiled programs of a checkpoint, kept for the next start."""
+"""Persistent cache of a checkpoint's compiled programs."""
 
 import jkv
 from jkv.serving import KeptPrograms
@@ -7,14 +7,14 @@ from .model import Decoder
 
 
 def keep_programs(model: Decoder) -> KeptPrograms | None:
-    """Keep an engine's executables in the user's cache folder, by the model's settings.
+    """Cache an engine's executables in the user's cache folder, by model settings.
 
     Args:
         model: the model.
 
     Returns:
-        An argument of ``jkv.serving.Engine``; None if JAX keeps programs elsewhere, or
-        nothing can be written.
+        An argument of ``jkv.serving.Engine``; None if JAX's compilation cache is
+        elsewhere or not writable.
     """
     folder = jkv.keep_compiled_programs()
     if folder is None:

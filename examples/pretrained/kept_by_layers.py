@@ -1,7 +1,7 @@
-"""Cached data of a model's layers, which jkv reads from a config.json.
+"""Cache-related settings of a model's layers: kinds, windows, heads and states.
 
-Their kinds, windows, heads and states: a cache is planned by the same reader before the
-weights are there.
+They are read by jkv's own reader of config.json, which also plans caches without the
+weights.
 """
 
 from typing import Any
@@ -27,14 +27,14 @@ KINDS_OF_WINDOWS = {"full_attention", WINDOWED}
 
 
 def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
-    """Return the kind of each layer, as `layer_types` names them; None if all attend.
+    """Return the kind of each layer, as in `layer_types`; None if all have attention.
 
     Args:
         settings: the config.json.
-        num_layers: which it must name; 0 for as many as it does.
+        num_layers: expected number of layers; 0 for any.
 
     Raises:
-        ValueError: for kinds of another number of layers.
+        ValueError: if the number of layers differs.
     """
     listed = settings.get("layer_types", [])
     if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
@@ -52,10 +52,10 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
 
 
 def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's window in tokens, itself counted; None is everything.
+    """Return each layer's window in tokens, including the token itself; None for none.
 
     Raises:
-        ValueError: for settings that do not fit each other.
+        ValueError: for inconsistent settings.
     """
     windowed, model = list_windowed(settings, num_layers), _merge(settings)
     if settings.get("sliding_window") is not None:
@@ -73,10 +73,10 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
 
 
 def list_windowed(settings: Settings, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is of the kind that has a window.
+    """Return True for each layer with a sliding window.
 
     Raises:
-        ValueError: for kinds of layers that differ in something else.
+        ValueError: for layers of other kinds.
     """
     kinds = list_kinds(settings, num_layers) or ["full_attention"] * num_layers
     unknown = sorted({str(kind) for kind in kinds} - KINDS_OF_WINDOWS)
@@ -89,18 +89,18 @@ def list_windowed(settings: Settings, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_state(settings: Settings, num_layers: int) -> LayerState | None:
-    """Return the state of each layer that has one, None if there is none.
+    """Return the state of recurrent-state layers, or None without such layers.
 
     Raises:
-        ValueError: for sizes that are none.
+        ValueError: for invalid sizes.
     """
     states = list_states(_merge(settings), list_kinds(settings, num_layers))
     return next(filter(None, states), None)
 
 
 def list_turned(settings: Settings, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether positions turn its queries and keys."""
-    turned = settings.ints("no_rope_layers")  # 1 where they do
+    """Return True for each layer with rotary position embeddings."""
+    turned = settings.ints("no_rope_layers")  # 1 for RoPE
     if turned is None:
         every = settings.count("no_rope_layer_interval")
         return tuple((i + 1) % every != 0 for i in range(num_layers))
@@ -115,10 +115,10 @@ def list_turned(settings: Settings, num_layers: int) -> tuple[bool, ...]:
 def read_layer_heads(
     settings: Settings, windowed: tuple[bool, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the key-value heads and the head dim of each layer.
+    """Return the number of kv heads and the head dim of each layer.
 
     Raises:
-        ValueError: for unsupported differences between single layers.
+        ValueError: for unsupported differences between layers.
     """
     heads, dim = settings.count("num_key_value_heads"), settings.count("head_dim")
     usual = Heads(heads, dim, dim)

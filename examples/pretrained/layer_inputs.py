@@ -1,9 +1,8 @@
-"""Per-layer inputs of Gemma 4's small models.
+"""Per-layer embeddings of Gemma 4's small models.
 
-A token has an embedding for each layer. Together these are much larger than the weights
-that the layers compute with, and a step reads a few rows of them. A part of the token's
-usual embedding is added (https://ai.google.dev/gemma/docs/gemma-3n: per-layer
-embeddings).
+Each token has an embedding per layer. These tables are much larger than the other
+weights, but a step reads only a few rows. A projection of the usual embedding is added
+(https://ai.google.dev/gemma/docs/gemma-3n: per-layer embeddings).
 """
 
 import jax
@@ -20,14 +19,14 @@ def embed_layer_inputs(
     valid: jax.Array,
     hidden: jax.Array,
 ) -> jax.Array:
-    """Return each layer's input about each row, [L, R, P].
+    """Return the input of each layer and row, [L, R, P].
 
     Args:
-        config: the model's settings.
-        params: of the model, outside its layers.
+        config: the model's configuration.
+        params: parameters of the model, outside its layers.
         tokens: i32[R].
         valid: bool[R].
-        hidden: [R, E], embeddings as the first layer takes them.
+        hidden: [R, E], inputs of the first layer.
     """
     shape = (tokens.shape[0], config.num_layers, config.layer_inputs.dim)
     own = embed(params["layer_embedding"], tokens, valid).reshape(shape)
@@ -42,7 +41,7 @@ def embed_layer_inputs(
 def apply_layer_input(
     config: DecoderConfig, weights: Weights, hidden: jax.Array, layer_inputs: jax.Array
 ) -> jax.Array:
-    """Return a layer's addition to its rows [R, E] for its input, [R, P]."""
+    """Return the term that a layer adds to its rows [R, E] for its input, [R, P]."""
     gated = bend(config, linear(hidden, weights, "layer_input_gate")) * layer_inputs
     return norm(
         config,

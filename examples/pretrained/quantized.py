@@ -1,9 +1,10 @@
-"""Matrices that a checkpoint stores in fewer bits, made whole when they are read.
+"""Dequantization of a checkpoint's matrices.
 
-* "mxfp4" (gpt-oss): 32 neighbours of 4 bits, two in a byte with the first in the low
-  half, share a power of two (Open Compute Project, Microscaling Formats, version 1.0).
-* "fp8": a float of 8 bits each; a block of rows and columns shares a scale (DeepSeek),
-  or a whole matrix does (Mistral).
+* "mxfp4" (gpt-oss): blocks of 32 adjacent 4-bit values, two per byte with the first in
+  the low bits, share a power of two (Open Compute Project, Microscaling Formats,
+  version 1.0).
+* "fp8": 8-bit floats share a scale per block of rows and columns (DeepSeek) or per
+  matrix (Mistral).
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from .settings import Settings, is_int
 
 METHODS = ("mxfp4", "fp8")
 
-# Values of the low three bits; the fourth is the sign.
+# Values of the low three bits; the fourth bit is the sign.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.asarray([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)
 EXPONENT_OF_ONE = 127
@@ -22,10 +23,10 @@ EXPONENT_OF_ONE = 127
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint stores its matrices.
+    """Storage format of a checkpoint's matrices.
 
     method: one of ``METHODS``.
-    block: of "fp8", rows and columns that share a scale; None if all of a matrix do.
+    block: for "fp8", rows and columns per scale; None for one scale per matrix.
     """
 
     method: str
@@ -33,10 +34,10 @@ class Quantization:
 
 
 def read_quantization(settings: Settings) -> Quantization | None:
-    """Read ``quantization_config``; None when weights are stored as they are.
+    """Read ``quantization_config``; return None for unquantized weights.
 
     Raises:
-        ValueError: for a method that is not read here.
+        ValueError: for a method that is not supported.
     """
     given = settings.get("quantization_config")
     if not given:
@@ -61,7 +62,7 @@ def read_quantization(settings: Settings) -> Quantization | None:
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return f32[..., 32 G] from u8[..., G, 16] and its powers of two, u8[..., G]."""
+    """Return f32[..., 32 G] from values u8[..., G, 16] and exponents u8[..., G]."""
     decoded = np.empty((*blocks.shape, 2), np.float32)
     decoded[..., 0] = VALUES[blocks & 15]
     decoded[..., 1] = VALUES[blocks >> 4]
@@ -73,7 +74,7 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def scale_blocks(
     matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None
 ) -> np.ndarray:
-    """Return f32[O, I]: a matrix times the scales of its blocks, or its only one."""
+    """Return f32[O, I], a matrix times its only scale or the scales of its blocks."""
     scaled = matrix.astype(np.float32)
     if block is None:
         if scales.size != 1:

@@ -1,11 +1,11 @@
-"""Rotary position embeddings: a token's position as a rotation of its vectors.
+"""Rotary position embeddings.
 
-Pairs of components of a query or key of position p are turned by the angle
-``p * frequency``, so that a dot product of two turned vectors depends on the distance
-of their positions alone (RoFormer, https://arxiv.org/abs/2104.09864). A model trained
-on short texts reads longer ones when its frequencies are scaled. Two of the scalings,
-"dynamic" and "longrope", depend on how long the text is; `turns` explains the effect on
-a text that comes in pieces.
+Pairs of components of a query or key at position p are rotated by ``p * frequency``, so
+that the dot product of two vectors depends only on the distance of their positions
+(RoFormer, https://arxiv.org/abs/2104.09864). Scaled frequencies extend a model to
+longer sequences than it was trained on. Two scalings, "dynamic" and "longrope", depend
+on the sequence's length; `turns` explains the effect on a sequence that is computed in
+parts.
 """
 
 import dataclasses
@@ -28,27 +28,27 @@ SCALINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How the frequencies of a layer come about.
+    """Settings of a layer's frequencies.
 
-    dim: int, the first components of a head, which are turned.
+    dim: int, number of rotated components of a head, the first ones.
     theta: float, base of the wavelengths.
-    is_interleaved: whether neighbours are a pair, not components half of `dim` apart.
+    is_interleaved: whether pairs are adjacent, instead of `dim` / 2 components apart.
     scaling: one of ``SCALINGS``.
-    factor: float, slow-down of the scaled frequencies; 1 for "default".
-    original_context: int, tokens of context before scaling.
-    low_freq_factor, high_freq_factor: floats, of "llama3": wavelengths above
-        ``original_context / low_freq_factor`` are scaled, wavelengths below
-        ``original_context / high_freq_factor`` are kept, between them it blends.
-    fast_turns, slow_turns: floats, of "yarn": pairs that turn more often than
-        `fast_turns` in the original context are kept, less than `slow_turns` scaled.
-    is_truncated: of "yarn": whether the bounds between these are whole pairs.
-    part: float, of "proportional": of the pairs so many are turned, the first ones, at
-        the frequencies that they have among all.
-    magnitude: float, of "yarn" and "longrope": turned vectors are this much longer.
-    long_magnitude: float, of "longrope": the same in texts of more than
-        `original_context` tokens; None if it is no other.
-    short_factors, long_factors: of "longrope": slow-down of each pair in texts of up to
-        `original_context` tokens, and in longer ones.
+    factor: float, divisor of the scaled frequencies; 1 for "default".
+    original_context: int, context length before scaling, in tokens.
+    low_freq_factor, high_freq_factor: floats, for "llama3": wavelengths above
+        ``original_context / low_freq_factor`` are scaled, those below
+        ``original_context / high_freq_factor`` are kept, others are interpolated.
+    fast_turns, slow_turns: floats, for "yarn": pairs with more than `fast_turns`
+        rotations in the original context are kept, with less than `slow_turns` scaled.
+    is_truncated: for "yarn": whether these bounds are rounded to whole pairs.
+    part: float, for "proportional": fraction of the pairs that are rotated, the first
+        ones; their frequencies are those among all pairs.
+    magnitude: float, for "yarn" and "longrope": factor of the rotated vectors.
+    long_magnitude: float, for "longrope": the factor in sequences of more than
+        `original_context` tokens; None for the same factor.
+    short_factors, long_factors: for "longrope": divisor of each pair's frequency in
+        sequences of up to `original_context` tokens, and in longer ones.
     """
 
     dim: int
@@ -73,10 +73,10 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
     """Return the angle per position of each pair, f32[dim / 2].
 
     Args:
-        rope: how they come about.
-        length: tokens of the text, for the scalings that depend on it.
+        rope: settings of the frequencies.
+        length: tokens of the sequence, for scalings that depend on it.
     """
-    # In float64 until the last line: an error here grows with the position.
+    # In float64 until the last line, since errors grow with the position.
     exponents = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
     base = rope.theta**-exponents
     if rope.scaling == "linear":
@@ -101,10 +101,10 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
 
 
 def fix_length(rope: Rope, longest: int) -> Rope:
-    """Return a rope with frequencies independent of a text's length.
+    """Return settings whose frequencies do not depend on a sequence's length.
 
-    Of "longrope" all texts get the factors that one of `longest` tokens has, short
-    texts too. Every other scaling is returned as it is.
+    With "longrope", all sequences use the factors of a sequence of `longest` tokens.
+    Other scalings are returned unchanged.
     """
     if rope.scaling != "longrope":
         return rope
@@ -125,12 +125,12 @@ def turns(
 ) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine of rows, each f32[R, 1, dim / 2].
 
-    Where the scaling depends on the text's length, that is the length the sequence has
-    after this call, as in transformers: keys of earlier calls stay as they were turned.
+    If the scaling depends on the sequence's length, the length after this call is used,
+    as in transformers: keys of earlier calls keep their rotation.
 
     Args:
-        rope: how the frequencies come about; None turns nothing.
-        dim: components that are turned where `rope` is None.
+        rope: settings of the frequencies; None for no rotation.
+        dim: number of rotated components if `rope` is None.
         positions: i32[R].
         lengths: i32[R], tokens of each row's sequence after this call.
     """
@@ -158,10 +158,10 @@ def turns(
 def rotate(
     vectors: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool = False
 ) -> jax.Array:
-    """Turn queries or keys [R, heads, D] by the angles of their rows.
+    """Rotate queries or keys [R, heads, D] by the angles of their rows.
 
-    Components beyond the angles stay as they are. Interleaved pairs come out
-    halves apart: queries and keys alike, so that their products are the same.
+    Further components are unchanged. Interleaved pairs are returned as halves; this
+    does not change the dot products of queries and keys.
     """
     dim = 2 * cos.shape[-1]
     turned, kept = vectors[..., :dim], vectors[..., dim:]
@@ -176,13 +176,13 @@ def rotate(
 
 
 def _stretch(rope: Rope, length: int | jax.Array) -> float | jax.Array:
-    """Return the factor of theta for "dynamic" in a text of `length` tokens."""
+    """Return the factor of theta for "dynamic" at a length of `length` tokens."""
     grown = rope.factor * length / rope.original_context - (rope.factor - 1)
     return grown ** (rope.dim / (rope.dim - 2))
 
 
 def _yarn_ramp(rope: Rope) -> np.ndarray:
-    """Return from 0 to 1 how far each pair is scaled (https://arxiv.org/abs/2309.00071)"""
+    """Return each pair's degree of scaling, 0 to 1 (https://arxiv.org/abs/2309.00071)."""
 
     def find_pair(num_turns: float) -> float:
         wavelength = rope.original_context / (num_turns * 2 * math.pi)

@@ -1,7 +1,7 @@
-"""How a checkpoint wants its tokens chosen: generation_config.json.
+"""Sampling defaults of a checkpoint, from generation_config.json.
 
-With ``transformers`` a file that has one of these settings decides about all of them:
-missing ones have the library's default, and without ``do_sample`` it is greedy.
+As in ``transformers``, a file with any of these settings determines all of them:
+missing ones have the library's defaults, and sampling is greedy without ``do_sample``.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from .gguf_reading import find_folder
 from .settings import read_json
 
-# The library's defaults, by the names that `jkv.Sampling` has, too.
+# Defaults of transformers, by field of `jkv.Sampling`.
 DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
     "top_k": 50,
@@ -21,10 +21,10 @@ DEFAULTS: dict[str, float] = {
 
 
 def read_sampling(folder: str | Path) -> dict[str, Any]:
-    """Return fields for ``jkv.Sampling``; empty where the checkpoint says nothing.
+    """Return fields for ``jkv.Sampling``; empty if the checkpoint has no settings.
 
     Raises:
-        ValueError: when a setting is not of its type.
+        ValueError: if a setting has the wrong type.
     """
     path = find_folder(folder) / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}

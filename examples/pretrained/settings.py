@@ -1,7 +1,7 @@
-"""A config.json, each value checked when it is read.
+"""Typed access to config.json; each value is checked when it is read.
 
-Keys that a file leaves out have the defaults of the architecture's class in
-transformers, which `architectures.py` lists. A value that is null there is null here.
+Missing keys have the defaults of the architecture's class in transformers, listed in
+`architectures.py`. A null value is not replaced by the architecture's default.
 """
 
 import dataclasses
@@ -12,32 +12,32 @@ from typing import Any
 
 
 def is_int(value: Any) -> bool:
-    """True if a value of a JSON file is a whole number; true and false are none."""
+    """True if a JSON value is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """True if a value of a JSON file is a number."""
+    """True if a JSON value is a number and not a boolean."""
     return is_int(value) or isinstance(value, float)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The contents of a config.json over the defaults of its architecture."""
+    """Contents of a config.json, with the defaults of its architecture."""
 
     raw: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # An architecture's own names of keys that others name differently.
+    # The architecture's own names of common keys.
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value unchecked, or `default` for null and for missing keys."""
+        """Return a value without a check; `default` for null and for missing keys."""
         stored = key if key in self.raw else self.aliases.get(key, key)
         value = self.raw[stored] if stored in self.raw else self.defaults.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an int of at least `least`."""
+        """Return an integer >= `least`."""
         value = self.get(key, default)
         if not is_int(value) or value < least:
             raise ValueError(
@@ -46,7 +46,7 @@ class Settings:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0."""
+        """Return a positive number."""
         value = self.get(key, default)
         if not is_number(value) or value <= 0:
             raise ValueError(
@@ -55,25 +55,25 @@ class Settings:
         return float(value)
 
     def maybe_number(self, key: str) -> float | None:
-        """Return a number above 0, or None: null switches it off."""
+        """Return a positive number, or None for null or a missing key."""
         return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str) -> bool:
-        """Return true or false; false when it is left out."""
+        """Return a boolean; False for a missing key."""
         value = self.get(key, False)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key!r} must be true or false: {value!r}")
         return value
 
     def ints(self, key: str) -> list[int] | None:
-        """Return a list of ints, or None when it is left out."""
+        """Return a list of integers, or None for a missing key."""
         value = self.get(key)
         if value is None or (isinstance(value, list) and all(map(is_int, value))):
             return value
         raise ValueError(f"config.json: {key!r} must be a list of ints: {value!r}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids given as null, an int, or a list of ints."""
+        """Return token ids, given as null, an integer or a list."""
         value = self.get(key)
         ids = () if value is None else value if isinstance(value, list) else (value,)
         if not all(is_int(token) and token >= 0 for token in ids):
@@ -82,10 +82,10 @@ class Settings:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of settings.
+    """Read a JSON object from a file.
 
     Raises:
-        ValueError: when it holds no JSON object.
+        ValueError: if the file is not a JSON object.
     """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -97,9 +97,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and special_tokens_map.json, which overrides it.
+    """Read tokenizer_config.json, updated by special_tokens_map.json.
 
-    The second is older: it counts where the first does not list the added tokens.
+    The second file is of an older format, and is ignored if the first one lists the
+    added tokens.
     """
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

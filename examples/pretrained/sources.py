@@ -1,4 +1,4 @@
-"""Where parameters of a model come from: tensors of a checkpoint, or parts of them."""
+"""Sources of a model's parameters in the tensors of a checkpoint."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,13 +9,13 @@ Shape = tuple[int, ...]
 
 
 class Source(NamedTuple):
-    """Where a parameter comes from.
+    """Source of a parameter.
 
-    shape: of the parameter.
-    stored: of the tensor, or of each expert's.
-    take: makes the parameter, or each expert's, from the tensor.
-    num_experts: tensors, or parts of one, that are stacked; 0 for none.
-    name: of the tensor in its layer; {} stands for the number of the expert.
+    shape: shape of the parameter.
+    stored: shape of the tensor, or of each expert's tensor.
+    take: converts the tensor, or each expert's tensor, to the parameter.
+    num_experts: number of stacked tensors or parts of a tensor; 0 without experts.
+    name: tensor name within the layer; {} is replaced by the expert's number.
     """
 
     shape: Shape
@@ -26,5 +26,5 @@ class Source(NamedTuple):
 
 
 def list_whole(**shapes: Shape) -> dict[str, Source]:
-    """Return sources of parameters that are tensors as they are."""
+    """Return sources of parameters that equal their tensors."""
     return {name: Source(shape, shape) for name, shape in shapes.items()}

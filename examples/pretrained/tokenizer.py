@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint."""
+"""Loading of a checkpoint's tokenizer."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from .gguf_reading import find_folder
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer.json of a checkpoint folder.
+    """Load the tokenizer.json of a checkpoint folder.
 
-    Its settings of padding and truncation are for training, and are switched off: a
-    model would take the padding for text.
+    Padding and truncation are disabled: their settings are for training, and padding
+    would be taken for tokens of the prompt.
 
     Raises:
-        FileNotFoundError: when there is none.
-        ValueError: when it cannot be read.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file cannot be read.
     """
     path = find_folder(folder) / "tokenizer.json"
     if not path.is_file():

@@ -1,1 +1,1 @@
-"""Several processes that continue texts together (`examples/multiprocess.py`)."""
+"""Generation on several processes (`examples/multiprocess.py`)."""

@@ -1,4 +1,4 @@
-"""A process joins the others of its job, and the devices of all become one mesh."""
+"""Connection of processes, and the mesh of their devices."""
 
 import argparse
 
@@ -8,15 +8,15 @@ from jax.sharding import AxisType
 
 
 def join(options: argparse.Namespace) -> None:
-    """Connect with the other processes, before JAX initializes a device.
+    """Connect to the other processes; call this before JAX initializes a device.
 
-    A process that gives no sign of life for `--heartbeat` seconds counts as dead, and
-    all others are ended by JAX then, wherever they wait.
+    A process without a heartbeat for `--heartbeat` seconds counts as dead; JAX then
+    ends all other processes, even if they wait.
     """
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-    # Else SIGTERM is only noted, for programs that ask JAX whether it came.
+    # With this service, JAX only records SIGTERM and does not exit.
     jax.config.update("jax_enable_preemption_service", False)
     others = dict(
         coordinator_address=options.coordinator,
@@ -24,7 +24,7 @@ def join(options: argparse.Namespace) -> None:
         process_id=options.process,
     )
     if options.process == 0:
-        # Else it listens on all interfaces, and takes orders from any of them.
+        # By default the coordinator accepts commands on all interfaces.
         others["coordinator_bind_address"] = options.coordinator
     jax.distributed.initialize(
         **({} if options.coordinator == "auto" else others),
@@ -35,11 +35,12 @@ def join(options: argparse.Namespace) -> None:
 
 
 def make_mesh(num_sharing: int | None) -> jax.sharding.Mesh:
-    """Return the devices of all processes; the axis "tp" shares a model.
+    """Return a mesh of the devices of all processes, with the axes "dp" and "tp".
 
     Args:
-        num_sharing: size of that axis; None for the devices of one process.
+        num_sharing: size of "tp", whose devices share a model; None for all devices of
+            one process.
     """
-    devices = np.asarray(jax.devices())  # devices of a process side by side
+    devices = np.asarray(jax.devices())  # devices of a process are adjacent
     rows = devices.reshape(-1, num_sharing or jax.local_device_count())
     return jax.sharding.Mesh(rows, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)

@@ -1,5 +1,5 @@
-"""Replicas of a server on Ray Serve, in reading order: the beginnings of texts
-(`prefixes`), the choice of a replica (`routing`), its request (`forwarding`), the
-engine in each (`replica`), the one address in front of them (`endpoint`), how many
-there are (`scaling`), and the application (`application`). `prefixes` needs no Ray.
+"""Replicas of a server on Ray Serve, in reading order: hashes of prefixes
+(`prefixes`), the choice of a replica (`routing`), forwarded requests (`forwarding`),
+the engine of a replica (`replica`), the HTTP endpoint (`endpoint`), autoscaling
+(`scaling`), and the application (`application`). `prefixes` needs no Ray.
 """

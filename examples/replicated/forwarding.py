@@ -1,4 +1,4 @@
-"""The endpoint's message to a replica, and a call of its app without HTTP."""
+"""Forwarded requests, and calls of an ASGI application without HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,17 +8,17 @@ from starlette.types import ASGIApp, Message
 
 
 class Forwarded(NamedTuple):
-    """A request, as far as a replica has to know it."""
+    """The parts of a request that a replica needs."""
 
     method: str
     path: str
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
-    hashes: tuple[bytes, ...] = ()  # of its beginning, for the router
+    hashes: tuple[bytes, ...] = ()  # of prefixes, for the router
 
     @property
     def scope(self) -> dict[str, Any]:
-        """The scope of the request for an ASGI app."""
+        """The ASGI scope of the request."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -36,9 +36,9 @@ class Forwarded(NamedTuple):
 
 
 async def call_app(app: ASGIApp, request: Forwarded) -> AsyncIterator[Message]:
-    """Yield an app's messages in answer to a request.
+    """Yield the messages of an application's response.
 
-    When the reader stops, the app gets a message that the client has gone.
+    If the generator is closed, the application receives a disconnect message.
 
     Args:
       app: an ASGI application.

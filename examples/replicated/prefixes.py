@@ -1,9 +1,8 @@
-"""A router's record of the texts that replicas hold: hashes of their beginnings.
+"""A router's estimate of cached prefixes: hashes of the prompts sent to each replica.
 
-A text is cut into pieces, and each piece is known by a hash of all text up to its end.
-So two texts share as many hashes as pieces at their beginning. A router notes what it
-sends where. The record is a guess: a replica's own index finds the cached blocks, by
-the tokens themselves.
+A prompt is divided into pieces, and each piece is identified by a hash of the text up
+to its end, so two prompts share as many hashes as leading pieces. A router records the
+prompts that it sends. This is an estimate: each replica's prefix index matches tokens.
 """
 
 import hashlib
@@ -12,17 +11,17 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-# Some 16 tokens of English, the usual block. The partial piece at the end is left out.
+# About 16 tokens of English, the usual block size. A partial last piece is omitted.
 PIECE_CHARACTERS = 64
 HASH_BYTES = 8
-# A token of English has some four characters.
+# In English, approximately.
 CHARACTERS_PER_TOKEN = 4
-# Interval of the replicas' reports about their room.
+# Interval of the replicas' reports to the router.
 STATS_SECONDS = 0.5
 
 
 def hash_beginnings(text: str) -> tuple[bytes, ...]:
-    """Return a hash for each whole piece of a text, of all text up to its end."""
+    """Return a hash for each complete piece, of the text up to the piece's end."""
     running = hashlib.blake2b(digest_size=HASH_BYTES)
     hashes = []
     for end in range(PIECE_CHARACTERS, len(text) + 1, PIECE_CHARACTERS):
@@ -33,13 +32,13 @@ def hash_beginnings(text: str) -> tuple[bytes, ...]:
 
 
 def read_beginning(body: bytes) -> str:
-    """Return a request's prompt or its beginning, as text for hashing.
+    """Return a request's prompt, or its first prompt, as text for hashing.
 
-    Fields distinguish bodies of the completions and the chat endpoint. The text of an
-    invalid body is empty; the replica reports the error.
+    Completions and chats are distinguished by their fields. The result is empty for an
+    invalid body, for which the replica returns an error.
 
     Args:
-      body: JSON, as the client sent it.
+      body: JSON from the client.
     """
     try:
         fields = json.loads(body)
@@ -47,7 +46,7 @@ def read_beginning(body: bytes) -> str:
         return ""
     if not isinstance(fields, Mapping):
         return ""
-    # Blocks are never shared between salts, and the template puts tools first.
+    # Blocks are not shared between salts, and templates put tools first.
     before = json.dumps([fields.get("cache_salt"), fields.get("tools")])
     messages = fields.get("messages")
     if isinstance(messages, list):
@@ -61,7 +60,7 @@ def read_beginning(body: bytes) -> str:
 
 
 class PrefixTable:
-    """The newest beginnings that each replica was sent, at most so many of each.
+    """Recently sent prefixes of each replica, in LRU order.
 
     Example:
       >>> table, (first, other) = PrefixTable(max_pieces=4), ("a" * 256, "a" * 128)
@@ -73,21 +72,21 @@ class PrefixTable:
     """
 
     def __init__(self, max_pieces: int):
-        """Take how many pieces a replica is thought to hold."""
+        """Create an empty table of at most `max_pieces` pieces per replica."""
         self._max_pieces = max_pieces
         self._held: dict[str, dict[bytes, None]] = {}
 
     def count(self, replica: str, hashes: Sequence[bytes]) -> int:
-        """Return how many pieces at a text's beginning a replica was sent lately."""
+        """Return the number of leading pieces that were recently sent to a replica."""
         held = self._held.get(replica, {})
-        # All pieces before a held piece are held, too: they are forgotten later.
+        # Earlier pieces of a prompt are evicted later, so held pieces form a prefix.
         return bisect_left(hashes, True, key=lambda piece: piece not in held)
 
     def note(self, replica: str, hashes: Sequence[bytes]) -> None:
-        """Note that a replica is sent a text.
+        """Record a prompt that is sent to a replica.
 
-        The oldest are forgotten first, and of a text its end, as a replica's own index
-        does it.
+        The least recently used pieces are evicted first, and the end of a prompt before
+        its beginning, as in a replica's own index.
         """
         held = self._held.setdefault(replica, {})
         for piece in reversed(hashes):
@@ -97,15 +96,15 @@ class PrefixTable:
             del held[next(iter(held))]
 
     def keep_only(self, replicas: Iterable[str]) -> None:
-        """Forget all other replicas."""
+        """Remove all other replicas."""
         self._held = {name: self._held[name] for name in replicas if name in self._held}
 
     def forget(self, replica: str) -> None:
-        """Forget a replica's texts: its weights have changed."""
+        """Remove a replica's record, since its weights have changed."""
         self._held.pop(replica, None)
 
     def count_bytes(self) -> int:
-        """Return the bytes of all hashes, and of their dictionaries."""
+        """Return the memory of hashes and dictionaries in bytes."""
         tables = self._held.values()
         entries = sum(sys.getsizeof(piece) for held in tables for piece in held)
         return entries + sum(map(sys.getsizeof, tables))

@@ -1,1 +1,1 @@
-"""Tree search over texts: parts of `tree_search.py`."""
+"""Monte Carlo tree search over sequences (`tree_search.py`)."""

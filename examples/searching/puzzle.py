@@ -1,12 +1,11 @@
-"""The puzzle: a sentence that fills its line, with words that a model finds likely.
+"""The puzzle: a sentence that ends in a given column, of likely tokens.
 
-The full stop must stand in a given column, and every token must be one of the few that
-the model finds likeliest behind the text so far. A model writes from left to right,
-with no knowledge of columns. Only the end of the line shows if words that end there can
-follow, and greedy text is stuck there.
+The full stop must stand in a given column, and every token must be one of the model's
+most likely next tokens. The model generates from left to right and does not know about
+columns. Dead ends show only at the end of the line, where greedy decoding gets stuck.
 
-Symbols: `B` lines, `V` tokens in the vocabulary, `A` tokens that may follow, `W` most
-tokens of a line.
+Symbols: `B` lines, `V` tokens in the vocabulary, `A` next tokens per line, `W` maximum
+tokens per line.
 """
 
 import string
@@ -21,47 +20,47 @@ IN_SENTENCES = LETTERS | frozenset(" ,-'")
 
 
 class Line(NamedTuple):
-    """The written part of each line."""
+    """Partial lines."""
 
-    tokens: jax.Array  # i32[B, W], -1 behind the last one
+    tokens: jax.Array  # i32[B, W], padded with -1
     num_tokens: jax.Array  # i32[B]
-    columns: jax.Array  # i32[B], characters
-    logprobs: jax.Array  # f32[B], of all tokens together
-    is_over: jax.Array  # bool[B], whether nothing can follow
+    columns: jax.Array  # i32[B], length in characters
+    logprobs: jax.Array  # f32[B], sums over tokens
+    is_over: jax.Array  # bool[B], True if no token can follow
 
 
 class Choices(NamedTuple):
-    """Next tokens of each line: the likeliest ones, without impossible ones."""
+    """Candidates for the next token of each line."""
 
-    tokens: jax.Array  # i32[B, A], the likeliest first
-    logprobs: jax.Array  # f32[B, A], -inf where the token cannot follow
+    tokens: jax.Array  # i32[B, A], most likely first
+    logprobs: jax.Array  # f32[B, A], -inf for illegal tokens
 
     @classmethod
     def none(cls, *shape: int) -> "Choices":
-        """Return that nothing can follow."""
+        """Return candidates that are all illegal."""
         return cls(jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf))
 
     @property
     def best(self) -> tuple[jax.Array, jax.Array]:
-        """The likeliest token that can follow, i32[B], and its log-probability."""
+        """The most likely legal token, i32[B], and its log-probability, f32[B]."""
         column = jnp.argmax(self.logprobs, axis=1)[:, None]
         tokens = jnp.take_along_axis(self.tokens, column, axis=1)[:, 0]
         return tokens, self.logprobs.max(axis=1)
 
     @property
     def are_none(self) -> jax.Array:
-        """Where nothing can follow, bool[B]."""
+        """True for lines without a legal token, bool[B]."""
         return ~jnp.isfinite(self.logprobs).any(axis=1)
 
 
 class Puzzle(NamedTuple):
-    """The lines to fill, and the tokenizer's data about their tokens."""
+    """Target columns of the lines, and data about the tokens."""
 
-    widths: jax.Array  # i32[B], the columns of the full stops
-    sizes: jax.Array  # i32[V], characters of each token
-    is_allowed: jax.Array  # bool[V], whether a sentence may have it
-    is_word_end: jax.Array  # bool[V], whether a full stop may follow
-    full_stop: jax.Array  # i32[], the token
+    widths: jax.Array  # i32[B], columns of the full stops
+    sizes: jax.Array  # i32[V], characters per token
+    is_allowed: jax.Array  # bool[V], True if legal in a sentence
+    is_word_end: jax.Array  # bool[V], True if a full stop may follow
+    full_stop: jax.Array  # i32[], token id
 
     def begin(self, max_tokens: int) -> Line:
         """Return empty lines of at most `max_tokens`."""
@@ -70,7 +69,7 @@ class Puzzle(NamedTuple):
         return Line(tokens, none, none, none.astype(jnp.float32), none > 0)
 
     def choose(self, logits: jax.Array, line: Line, num_choices: int) -> Choices:
-        """Return the next tokens of each line, by the model's logits, f32[B, V]."""
+        """Return the top candidates of each line, from logits, f32[B, V]."""
         likely = jnp.where(self.is_allowed, jax.nn.log_softmax(logits), -jnp.inf)
         logprobs, tokens = jax.lax.top_k(likely, num_choices)
         place = jnp.maximum(line.num_tokens - 1, 0)[:, None]
@@ -88,12 +87,12 @@ class Puzzle(NamedTuple):
         return Choices(tokens, jnp.where(fits, logprobs, -jnp.inf))
 
     def advance(self, line: Line, tokens: jax.Array, logprobs: jax.Array) -> Line:
-        """Write a token in each line that is not over.
+        """Append a token to each unfinished line.
 
         Args:
           line: the lines.
           tokens: i32[B].
-          logprobs: f32[B]; -inf where none can follow, and the line is over.
+          logprobs: f32[B]; -inf marks an illegal token, which finishes the line.
         """
         max_tokens = line.tokens.shape[1]
         writes = ~line.is_over & jnp.isfinite(logprobs)
@@ -110,10 +109,10 @@ class Puzzle(NamedTuple):
         )
 
     def judge(self, line: Line) -> jax.Array:
-        """Return the values of lines that are over, f32[B].
+        """Return the values of finished lines, f32[B].
 
-        How likely a token of the line is, in the geometric mean, if the full stop is in
-        its column; else 0.
+        The value is the geometric mean of the token probabilities if the full stop is
+        in its column, else 0.
         """
         count = jnp.maximum(line.num_tokens, 1).astype(jnp.float32)
         return jnp.where(
@@ -122,12 +121,12 @@ class Puzzle(NamedTuple):
 
 
 def read_vocabulary(tokenizer: Any, size: int) -> dict[str, np.ndarray]:
-    """Return the fields of a `Puzzle` that a tokenizer decides.
+    """Return the token fields of a `Puzzle`.
 
-    A sentence has letters, spaces, commas, hyphens and apostrophes. A full stop may
-    follow two letters, so that no "e.g." ends a sentence.
+    A sentence consists of letters, spaces, commas, hyphens and apostrophes. A full stop
+    may follow two letters, which excludes "e.g.".
     """
-    # Behind a letter, as some tokenizers decode no space at the beginning.
+    # Decode after a letter, since some tokenizers strip leading spaces.
     letter = tokenizer.encode("a", add_special_tokens=False).ids
     start = len(tokenizer.decode(letter))
     texts = [tokenizer.decode([*letter, token])[start:] for token in range(size)]

@@ -1,14 +1,13 @@
-"""Trees of fixed size in arrays: the next action to try, and its result.
+"""Search trees of fixed size, as arrays.
 
-A simulation of Monte Carlo tree search walks down from the root, adds one node, and
-adds the node's value to all above it. On its way it weighs these values against the
-model's probabilities. The rule is PUCT, as in AlphaZero (Silver et al., 2017,
-arXiv:1712.01815) and MuZero (Schrittwieser et al., 2019, arXiv:1911.08265, appendix B),
-with a constant weight. All trees take each step together, as in mctx
-(github.com/google-deepmind/mctx).
+A simulation of Monte Carlo tree search descends from the root, adds one node, and adds
+its value to all ancestors. The descent weighs these values against the model's
+probabilities by PUCT, as in AlphaZero (Silver et al., 2017, arXiv:1712.01815) and
+MuZero (Schrittwieser et al., 2019, arXiv:1911.08265, appendix B), with a constant
+weight. All trees take each step together, as in mctx (github.com/google-deepmind/mctx).
 
-Symbols: `B` trees, `N` nodes of each, `A` actions of a node. As a node's number `N`
-stands for none.
+Symbols: `B` trees, `N` nodes per tree, `A` actions per node. The index `N` means no
+node.
 """
 
 from typing import Any, NamedTuple
@@ -22,15 +21,15 @@ ROOT = 0
 
 
 class Tree(NamedTuple):
-    """B trees. The actions of a node are the tokens that may follow its text."""
+    """B trees. The actions of a node are candidates for the next token."""
 
-    parents: jax.Array  # i32[B, N], N above the root
-    children: jax.Array  # i32[B, N, A], N where the action was never tried
-    visits: jax.Array  # i32[B, N], simulations that passed the node or ended there
-    totals: jax.Array  # f32[B, N], sum of their values
+    parents: jax.Array  # i32[B, N], N for the root
+    children: jax.Array  # i32[B, N, A], N for untried actions
+    visits: jax.Array  # i32[B, N], simulations through the node
+    totals: jax.Array  # f32[B, N], sums of their values
     choices: Choices  # [B, N, A]
-    lines: Any  # the caller's data of each node, a pytree of [B, N, ...]
-    seq_ids: jax.Array  # i32[B, N], the node's text, -1 if it has none (any more)
+    lines: Any  # data of the caller, a pytree of [B, N, ...]
+    seq_ids: jax.Array  # i32[B, N], -1 for none
 
     @property
     def num_nodes(self) -> int:
@@ -38,11 +37,11 @@ class Tree(NamedTuple):
 
     @property
     def rows(self) -> jax.Array:
-        """The trees' numbers, i32[B]: `array[tree.rows, nodes]` is a node of each."""
+        """Tree indices, i32[B]; `array[tree.rows, nodes]` selects a node per tree."""
         return jnp.arange(self.parents.shape[0], dtype=jnp.int32)
 
 
-# Where an action is: the tree's number, the node's, and the action's, i32[B] each.
+# Position of an action: indices of tree, node and action, i32[B] each.
 Place = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -52,7 +51,7 @@ def init_tree(num_nodes: int, num_actions: int, line: Any) -> Tree:
     Args:
       num_nodes: N.
       num_actions: A.
-      line: the caller's data of one node of each tree, a pytree of [B, ...].
+      line: example data of one node per tree, a pytree of [B, ...].
     """
     num_trees = jax.tree.leaves(line)[0].shape[0]
     nodes, actions = (num_trees, num_nodes), (num_trees, num_nodes, num_actions)
@@ -68,12 +67,12 @@ def init_tree(num_nodes: int, num_actions: int, line: Any) -> Tree:
 
 
 def put(tree: Tree, nodes: jax.Array, **fields: Any) -> Tree:
-    """Set fields of a node of each tree.
+    """Set fields of one node per tree.
 
     Args:
       tree: the trees.
       nodes: i32[B].
-      **fields: by the names of the tree's, [B, ...] each.
+      **fields: fields of `Tree`, [B, ...] each.
     """
 
     def set_node(array: jax.Array, new: jax.Array) -> jax.Array:
@@ -84,7 +83,7 @@ def put(tree: Tree, nodes: jax.Array, **fields: Any) -> Tree:
 
 
 def hang(tree: Tree, nodes: jax.Array, place: Place) -> Tree:
-    """Hang a node of each tree, i32[B], below an action."""
+    """Make a node of each tree, i32[B], the child of an action."""
     return tree._replace(
         parents=tree.parents.at[tree.rows, nodes].set(place[1]),
         children=tree.children.at[place].set(nodes),
@@ -92,10 +91,10 @@ def hang(tree: Tree, nodes: jax.Array, place: Place) -> Tree:
 
 
 def score_actions(tree: Tree, nodes: jax.Array, exploration: float) -> jax.Array:
-    """Return the PUCT score of a node's actions, f32[B, A]; -inf of illegal ones.
+    """Return the PUCT scores of a node's actions, f32[B, A]; -inf for illegal ones.
 
-    The mean value that the action had, 0 if it was never tried, and a bonus: the more
-    likely the model thinks the action, and the less it was tried, the higher.
+    The score is the action's mean value (0 if untried) plus a bonus, which grows with
+    the model's probability and decreases with visits.
 
     Args:
       tree: the trees.
@@ -115,19 +114,19 @@ def score_actions(tree: Tree, nodes: jax.Array, exploration: float) -> jax.Array
 
 
 def select(tree: Tree, exploration: float) -> tuple[jax.Array, jax.Array]:
-    """Walk down from the roots to an action without a child, or with one at an end.
+    """Descend from the roots to an untried action or one with a terminal child.
 
     Args:
       tree: the trees, with actions at their roots.
-      exploration: as for `score_actions`.
+      exploration: weight of the bonus.
 
     Returns:
-      The nodes where the walks end, i32[B], and the best action of each, i32[B].
+      The last nodes of the descents, i32[B], and their best actions, i32[B].
     """
     rows = tree.rows
 
     def look(nodes):
-        """Return the best actions, and whether there is something below them."""
+        """Return the best actions, and whether they lead to an inner node."""
         scores = score_actions(tree, nodes, exploration)
         actions = jnp.argmax(scores, axis=1).astype(jnp.int32)
         children = tree.children[rows, nodes, actions]
@@ -146,7 +145,7 @@ def select(tree: Tree, exploration: float) -> tuple[jax.Array, jax.Array]:
 
 
 def back_up(tree: Tree, nodes: jax.Array, values: jax.Array) -> Tree:
-    """Add a visit and a value, f32[B], to a node of each tree and to all above it."""
+    """Add a visit and a value, f32[B], to a node of each tree and its ancestors."""
     rows, none = tree.rows, tree.num_nodes
 
     def ascend(carry):
@@ -164,7 +163,7 @@ def back_up(tree: Tree, nodes: jax.Array, values: jax.Array) -> Tree:
 
 
 def is_exhausted(tree: Tree, nodes: jax.Array) -> jax.Array:
-    """Return which nodes, i32[B], have a child for every action there is, bool[B]."""
+    """Return True for nodes, i32[B], whose legal actions all have children, bool[B]."""
     has_child = tree.children[tree.rows, nodes] < tree.num_nodes
     is_legal = jnp.isfinite(tree.choices.logprobs[tree.rows, nodes])
     return (has_child | ~is_legal).all(axis=1)

@@ -1,13 +1,12 @@
-"""Parts of `examples/serve_batch.py` and `examples/serve_http.py`.
+"""Server of `examples/serve_batch.py` and `examples/serve_http.py`.
 
-In reading order: ``loading.py`` (a checkpoint becomes an engine), ``asking`` (fields of
-a batch line or a client's body become arguments of the engine; ``mistakes.py`` holds
-the errors), ``processors`` (logits processors: grammars that come and go, rules
-of single requests), ``replying`` (replies from results, and scores of given texts),
-``endpoints`` (from a connection to an answer) and ``responses`` (an endpoint with field
-names of its own), which ``api.py`` puts together.
+In reading order: ``loading.py`` (a checkpoint and its engine), ``asking`` (parses
+request bodies; ``mistakes.py`` has the errors), ``processors`` (logits processors:
+grammars and per-request rules), ``replying`` (replies from results, and scores of given
+sequences), ``endpoints`` (HTTP endpoints and connections), ``responses`` and
+``messages`` (APIs with other field names), and ``api.py``, which combines them.
 
-``running.py`` is the server's end, ``renewing.py`` its new weights, ``processes.py``
-several that share a model, ``display.py`` the progress of a file of prompts, which
-`examples/batching` answers.
+``running.py`` runs the server, ``renewing.py`` reloads weights, ``processes.py`` shards
+the model over processes, and ``display.py`` shows the progress of a batch
+(`examples/batching`).
 """

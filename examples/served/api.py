@@ -1,7 +1,6 @@
-"""The endpoints of OpenAI's API around an engine: completions, chats, and its numbers.
+"""ASGI application with the endpoints of OpenAI's API for an engine.
 
-A body is read within limits, understood in another thread, since tokenizers take their
-time, and answered (`endpoints`).
+Bodies are read within limits, and parsed in another thread, since tokenizing is slow.
 """
 
 import asyncio
@@ -40,13 +39,13 @@ def make_app(
     bounds: Bounds | None = None,
     allowed_origins: Sequence[str] = (),
 ) -> Starlette:
-    """Make an application; the engine has its thread while it runs.
+    """Return an application; it starts the engine's thread and closes the engine.
 
     Args:
         served: the model.
-        api_key: the key that clients have to send; None admits all of them.
-        bounds: limits for a client.
-        allowed_origins: pages that may ask from a browser; "*" is all.
+        api_key: the key that clients must send; None admits all clients.
+        bounds: limits per client.
+        allowed_origins: origins of web pages that may send requests; "*" allows all.
     """
     bounds = bounds or Bounds()
 
@@ -81,7 +80,7 @@ def make_app(
         exception_handlers={HTTPException: write_status, Exception: write_crash},
         lifespan=lifespan,
     )
-    # Where to would be taken from the Host header, which anybody may send.
+    # A redirect would use the Host header, which any client can forge.
     app.router.redirect_slashes = False
     return app
 
@@ -89,7 +88,7 @@ def make_app(
 def _list_middleware(
     api_key: str | None, allowed_origins: Sequence[str], bounds: Bounds
 ) -> list[Middleware]:
-    """Return the middleware before the endpoints; the first is the outermost."""
+    """Return the middleware in front of the endpoints, outermost first."""
     found = [
         Middleware(announce_end),
         Middleware(name_request),
@@ -110,7 +109,7 @@ def _list_middleware(
 
 
 async def write_status(request: Request, error: Exception) -> Response:
-    """Answer requests without an endpoint: another address, or another method."""
+    """Return the error for an unknown path or method."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
     headers = dict(error.headers or {})
@@ -118,5 +117,5 @@ async def write_status(request: Request, error: Exception) -> Response:
 
 
 async def write_crash(_: Request, error: Exception) -> Response:
-    """Answer when the server has a mistake; its log has more."""
+    """Return the error for an unexpected exception; the log has the traceback."""
     return respond(Refused(f"the server failed: {type(error).__name__}", status=500))

@@ -1,16 +1,16 @@
-"""Errors of the API for requests that it does not answer."""
+"""Error for requests that the API refuses."""
 
 from typing import Any
 
 
 class Refused(ValueError):
-    """A request that is not answered, with a message about the fix.
+    """A refused request, with a message that names the fix.
 
     Attributes:
-        param: the field that is wrong, if it is one.
-        status: of HTTP.
-        code: one word for programs.
-        headers: of the response.
+        param: the wrong field, or None.
+        status: the HTTP status.
+        code: the error code for programs.
+        headers: response headers.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Refused(ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """It in the API's words."""
+        """The error in the API's format."""
         error = {
             "message": _as_text(str(self)),
             "type": find_kind(self.status),
@@ -39,7 +39,7 @@ class Refused(ValueError):
 
 
 def find_kind(status: int) -> str:
-    """Return the API's word for a status."""
+    """Return the API's error type for an HTTP status."""
     if status >= 500:
         return "server_error"
     kinds = {401: "authentication_error", 404: "not_found_error"}
@@ -47,5 +47,5 @@ def find_kind(status: int) -> str:
 
 
 def _as_text(quoted: str) -> str:
-    """Return a text without halves of characters, which a request may have."""
+    """Replace lone surrogates, which a request's JSON may contain."""
     return quoted.encode(errors="replace").decode()

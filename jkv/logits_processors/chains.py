@@ -46,9 +46,9 @@ def chain(*processors: LogitsProcessor) -> LogitsProcessor:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.logits_processors import BannedTexts, MinimumLength, chain
+      >>> from jkv.logits_processors import BannedSequences, MinimumLength, chain
       >>> both = chain(
-      ...     BannedTexts(jnp.array([[1]])),
+      ...     BannedSequences(jnp.array([[1]])),
       ...     MinimumLength(jnp.array([2]), min_new_tokens=jnp.array([0, 5])),
       ... )
       >>> state = both.begin(jnp.array([0, 1]), jnp.array([[3], [3]]))

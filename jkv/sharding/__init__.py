@@ -1,1 +1,1 @@
-"""Multi-device sharding of a cache, and loops inside `shard_map`."""
+"""Multi-device sharding of a cache."""

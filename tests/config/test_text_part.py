@@ -1,4 +1,4 @@
-"""Sizes that a config.json leaves out, compared with the installed transformers."""
+"""Defaults of config.json, compared with the installed transformers."""
 
 import importlib.util
 
@@ -25,7 +25,7 @@ def test_default_sizes_equal_transformers(model_type):
 
 @pytest.mark.parametrize("model_type", [t for t, f in FAMILIES.items() if f.usual])
 def test_default_settings_equal_transformers(model_type):
-    """Where a window is switched off, its length stands in the class's signature."""
+    """If a window is off by default, its length is in the class's signature."""
     from transformers import CONFIG_MAPPING
 
     own = FAMILIES[model_type].usual

@@ -1,4 +1,4 @@
-"""The table of six models in the page on windows, computed from their sizes."""
+"""The documented table of six windowed models is computed from their sizes."""
 
 import re
 
@@ -9,8 +9,8 @@ import jkv
 
 pytestmark = pytest.mark.one_end
 
-# Of the public config.json of each: layers, layers with a window, the window, the
-# longest context, kv heads, head dim.
+# From each public config.json: layers, windowed layers, window, maximum context, kv
+# heads, head dim.
 MODELS = {
     "Llama 3.1 8B": (32, 0, None, 131072, 8, 128),
     "Mistral 7B 0.1": (32, 32, 4096, 32768, 8, 128),

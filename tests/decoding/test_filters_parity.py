@@ -1,4 +1,4 @@
-"""Filters of logits keep the same tokens as those of transformers."""
+"""Logits filters keep the same tokens as transformers' filters."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from jkv.decoding import Sampling
 
 pytestmark = [
     pytest.mark.one_end,
-    pytest.mark.filterwarnings("default"),  # of torch and transformers themselves
+    pytest.mark.filterwarnings("default"),  # warnings of torch and transformers
 ]
 
 

@@ -1,7 +1,7 @@
 """Loops traced by a plain `jax.jit`, with lists or arrays as arguments.
 
-Under `jax.jit` a list of numbers is a list of tracers. Nothing is compiled here: an
-argument is read while the loop is traced.
+Under `jax.jit` a list of numbers is a list of tracers. Nothing is compiled: arguments
+are read during tracing.
 """
 
 import functools
@@ -24,7 +24,7 @@ def model(_params, tokens, cache, batch, *, all_rows=False):
 
 
 def running():
-    """A cache and the state of two prompts that have begun, two more to come."""
+    """Return a cache and the state of a queue before its first step."""
     cache = small_cache()
     state = decoding.begin(
         model, None, cache, np.full((4, 3), -1, np.int32), max_new_tokens=2
@@ -46,7 +46,7 @@ OF_PROMPTS = dict(salts=[3, 4], limits=[2, 1])
 STOPS = dict(stop_tokens=[5, 2], stop_sequences=[[6, 1], [3, 2]])
 STOPS_OF_EACH = dict(stop_tokens=[[5], [2]], stop_sequences=[[[6, 1]], [[3, 2]]])
 STEPS = dict(max_new_tokens=2, chunk_size=4)
-# Each loop with its static arguments, and the traced ones.
+# Each loop with its static and its traced arguments.
 LOOPS = {
     "generate": (jkv.generate, dict(max_running=2, **STEPS), OF_PROMPTS | STOPS),
     "generate, stops of each": (jkv.generate, STEPS, OF_PROMPTS | STOPS_OF_EACH),
@@ -60,7 +60,7 @@ LOOPS = {
 
 
 def kinds(value):
-    """The same argument as callers write it."""
+    """Return an argument in all forms that callers write."""
     if not isinstance(value, list):
         return [value, np.asarray(value), jnp.asarray(value)]
     rows = [np.asarray(row, np.int32) for row in value]

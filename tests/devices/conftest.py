@@ -1,6 +1,6 @@
 """Tests on eight devices, simulated on a CPU by a flag set before JAX starts.
 
-So they run in a process of their own: `make test` does.
+So `make test` runs them in a separate process.
 """
 
 import os
@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 
 def pytest_sessionstart():
-    """Report an error if another test has initialized JAX's devices before."""
+    """Fail if another test has already initialized JAX's devices."""
     import jax
 
     assert jax.device_count() == NUM_DEVICES, "run tests/devices in its own process"

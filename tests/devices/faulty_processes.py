@@ -1,9 +1,9 @@
-"""The program of each of two processes until one is ended, for `test_engine_faults.py`.
+"""The program of both processes of `test_engine_faults.py`, until one is killed.
 
     python faulty_processes.py PROCESS PORT
 
-The first continues texts for ever, the second follows. The process that finds the other
-gone prints it and ends with status 3; JAX may be faster.
+The first generates endlessly, the second follows. The process that loses the other one
+prints it and exits with status 3, unless JAX ends it first.
 """
 
 import os
@@ -17,7 +17,7 @@ HEARTBEAT = 10  # seconds
 
 
 def go_on(process):
-    """Continue texts, or follow."""
+    """Generate endlessly, or follow."""
     mesh = jax.sharding.Mesh(
         np.asarray(jax.devices()), ("heads",), (jax.sharding.AxisType.Auto,)
     )

@@ -1,4 +1,4 @@
-"""The table of functions by mesh: the page has it, and each cell is run here."""
+"""The documented table of functions by mesh: each cell is run here."""
 
 import re
 
@@ -16,12 +16,12 @@ REFUSALS = {
     ("debug", "pools"): "debug works on one pool",
     ("Engine", "pools"): "create an engine for each rank",
 }
-# Cells of every run; the others are further ones, each with programs of its own.
+# Cells of every run; the others are further ones, each with its own programs.
 NOW = {("score, its derivative", "pools"), *REFUSALS}
 
 
 def read_table():
-    """The cells of the page, by row and column."""
+    """Return the cells of the page, by row and column."""
     page = (ROOT / "docs" / "how-to" / "sharding.md").read_text()
     section = page.split("\n## What runs on which mesh\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)

@@ -39,7 +39,7 @@ def test_prefix_prompts_equal_transformers(tmp_path):
     reference.save_pretrained(tmp_path)
 
     def run(tokens):
-        """The logits of a whole sequence whose first tokens are the prefix."""
+        """Return the logits of a whole sequence whose first tokens are the prefix."""
         marks = (np.arange(len(tokens)) < PREFIX).astype(np.int64)
         with torch.no_grad():
             return (

@@ -1,6 +1,6 @@
-"""Tests of the integrations run in an environment of their own, by `make tunix`.
+"""Tests of the integrations run in a separate environment, by `make tunix`.
 
-tunix's models promote dtypes and ranks, so JAX is not strict here.
+Tunix's models promote dtypes and ranks, so JAX is not strict here.
 """
 
 import importlib.util

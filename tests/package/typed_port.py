@@ -1,6 +1,6 @@
-"""A user's model and script with annotations: one attention layer, ported to jkv.
+"""An annotated user model and script: one attention layer, ported to jkv.
 
-`test_typing.py` has type checkers look at it, and traces it.
+`test_typing.py` type-checks it, and traces it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ WIDTH, VOCABULARY = NUM_HEADS * HEAD_DIM, 32
 
 
 class Layer(NamedTuple):
-    """The weights of one layer; of all of them with an axis more."""
+    """The weights of one layer; stacked layers have an extra axis."""
 
     queries: jax.Array  # f32[E, H * D]
     keys: jax.Array  # f32[E, K * D]
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 
 
 class Params(NamedTuple):
-    """The weights."""
+    """All weights."""
 
     embedding: jax.Array  # f32[V, E]
     layers: Layer
@@ -34,7 +34,7 @@ class Params(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A language model as `jkv.generate` takes it, without `all_rows`."""
+    """A language model for `jkv.generate`, without `all_rows`."""
 
     num_layers: int
 
@@ -93,7 +93,7 @@ def continue_prompts(cache: jkv.Cache, seed: int) -> tuple[jkv.Cache, jax.Array]
 
 
 def play_with(cache: jkv.Cache) -> jax.Array:
-    """Name the verbs, with ids of several types."""
+    """Call the verbs, with ids of several types."""
     cache, opened = jkv.allocate(
         cache, np.array([1, 2], np.int64), tokens=[[1], [2, 3]], salts=np.uint32(7)
     )
@@ -114,7 +114,7 @@ def play_with(cache: jkv.Cache) -> jax.Array:
 
 
 def look_at(cache: jkv.Cache) -> str:
-    """Read values as a script does on the host."""
+    """Read values on the host, as a script does."""
     stats, profile = jkv.stats(cache), jkv.memory_profile(cache)
     assert len(stats.groups) == len(cache.storage) == 1
     assert stats.groups[0].live_blocks == stats.live_blocks

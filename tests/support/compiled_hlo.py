@@ -1,27 +1,27 @@
-"""Compiled modules show every copy that XLA makes: which operations may copy a pool."""
+"""Find copies of a pool in compiled modules."""
 
 import collections
 import math
 import re
 
-# Suites leave out passes of XLA that only make programs faster (`tools/tasks.py`). A
-# test that looks at a program compiles it with these options: with all passes.
+# Suites disable XLA passes that only make programs faster (`tools/tasks.py`). Tests
+# that inspect a program compile it with these options: with all passes.
 ALL_PASSES = {"xla_disable_hlo_passes": ""}
 
-# One operation of a compiled module: its result's type, a tuple's too, and its name.
+# An operation of a compiled module: its result type, possibly a tuple, and its name.
 OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
-# Operations that call the host, or wait for it, in StableHLO and in a compiled module.
+# Operations that call or wait for the host, in StableHLO and in compiled modules.
 OF_HOST = re.compile(
     r"[\w.]*callback[\w.]*|\b(?:infeed|outfeed|send|recv)(?:-done)?(?=\W*\()"
 )
-# These hand on or update their operand without a pass over it.
+# Operations that forward or update their operand without a pass over it.
 IN_PLACE = {
     "bitcast",
     "call",
     "conditional",
     "dynamic-update-slice",
-    "fusion",  # its inner operations are listed too
+    "fusion",  # its inner operations are listed, too
     "get-tuple-element",
     "parameter",
     "scatter",
@@ -31,7 +31,7 @@ IN_PLACE = {
 
 
 def pool_sized_operations(compiled, size):
-    """Names of operations of at least this many elements that may copy an array."""
+    """Return operations of at least `size` elements that may copy an array."""
     found = []
     for line in compiled.as_text().splitlines():
         match = OPERATION.search(line)
@@ -43,16 +43,16 @@ def pool_sized_operations(compiled, size):
 
 
 def host_operations(text):
-    """A module's calls of the host: calls of Python, infeeds, sends and so on."""
-    # Not the names of files and functions that instructions come from.
+    """Return a module's host operations: Python callbacks, infeeds, sends and so on."""
+    # Without the names of files and functions in the metadata.
     lines = (line.partition(" metadata={")[0] for line in text.splitlines())
     return [found for line in lines for found in OF_HOST.findall(line)]
 
 
 def in_the_steps_of_a_loop(text, size):
-    """Instructions with a dimension of this size, in each trip of an outermost loop.
+    """Return instructions of outermost loops with a dimension of this size.
 
-    Operations of loops within it are left out: they may have no trip.
+    Nested loops are excluded: they may run zero times.
     """
     lines = collections.defaultdict(list)
     for line in text.splitlines():

@@ -45,33 +45,33 @@ FURTHER = bool(os.environ.get("JKV_FURTHER"))
 
 
 def few(cases, *chosen):
-    """The cases of this end: the newest plays the chosen ones, the oldest all."""
+    """Return the cases of this JAX: the newest runs the chosen ones, the oldest all."""
     cases = list(cases)
     assert all(case in cases for case in chosen)
     return [*chosen] if IS_NEWEST and not ALL_CASES else cases
 
 
 def dealt(cases, turn=0, share=2):
-    """The cases of this end: the newest plays one of `share`, the oldest the others."""
+    """Return this JAX's cases: the newest runs one of `share`, the oldest the rest."""
     places = range(len(cases := list(cases)))
     is_newest = [(place - turn) % share == 1 for place in places]
     return [cases[i] for i in places if ALL_CASES or is_newest[i] == IS_NEWEST]
 
 
 def further(cases):
-    """The same cases, for the suites of further ones."""
+    """Mark all cases as further ones."""
     tuples = [case if type(case) is tuple else (case,) for case in cases]
     return [pytest.param(*case, marks=pytest.mark.further) for case in tuples]
 
 
 def with_further(cases, *others):
-    """The same cases in their order, with the others marked as further ones."""
+    """Mark `others` among the cases as further ones."""
     cases = list(cases)
     assert all(other in cases for other in others)
     return [*(further([case])[0] if case in others else case for case in cases)]
 
 
 def runs_here(has_one_end, is_further):
-    """True if a test runs at this end, now; the marks that it has, or has not."""
+    """Return True if a test with these marks runs with this JAX and suite."""
     is_now = is_further == FURTHER and not (has_one_end and IS_NEWEST)
     return ALL_CASES or is_now

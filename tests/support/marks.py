@@ -1,8 +1,8 @@
-"""A third kind of part: layers that keep a row of numbers for each sequence.
+"""A third kind of group: layers that store a row of numbers per sequence.
 
-It stands for future kinds, and touches no file of the package: a configuration with its
-sizes, the storage, the data of sequences, the part with its plans, and the three names
-by which `jkv.making.initialization` and `GroupedConfig` know them.
+It stands for future kinds and changes no file of the package: a configuration, the
+storage, the data of sequences, the part with its plans, and the three names that
+register them with `jkv.making.initialization` and `GroupedConfig`.
 """
 
 import dataclasses
@@ -214,7 +214,7 @@ class Growing(NamedTuple):
 
 
 def make_known(monkeypatch):
-    """Allow groups with marks in caches, as long as a test runs."""
+    """Register groups with marks for the duration of a test."""
     groups = (*grouped_config.KINDS, MarkConfig)
     monkeypatch.setattr(grouped_config, "KINDS", groups)
     monkeypatch.setitem(initialization.PARTS, Marks, OfMarks)

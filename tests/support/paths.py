@@ -1,4 +1,4 @@
-"""Where the files lie that tests read."""
+"""Paths of the files that tests read."""
 
 import pathlib
 

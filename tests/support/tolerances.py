@@ -1,7 +1,7 @@
-"""How far two ways of computing the same numbers may lie apart, by dtype.
+"""Numerical tolerances by dtype.
 
 The entries bound `|a - b| <= tolerance * (1 + |b|)`. Sums run in float32 for every
-dtype, so the half-precision entries are one rounding of the result, not more.
+dtype, so the half-precision entries are one rounding of the result.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ TOLERANCE = {
 
 
 def is_close(actual, expected) -> bool:
-    """True if two arrays agree to the tolerance of the first one's dtype."""
+    """Return True if two arrays agree within the tolerance of the first one's dtype."""
     tolerance = TOLERANCE[str(actual.dtype)]
     return np.allclose(
         np.asarray(actual, np.float64),
@@ -25,7 +25,7 @@ def is_close(actual, expected) -> bool:
 
 
 def assert_close(actual, expected) -> None:
-    """The same as an assertion that shows the difference."""
+    """Assert that two arrays agree within the tolerance of the first one's dtype."""
     tolerance = TOLERANCE[str(actual.dtype)]
     np.testing.assert_allclose(
         np.asarray(actual, np.float64),

@@ -1,9 +1,9 @@
-"""Numbers of compiled instructions of verbs: absent parts of a cache cost none.
+"""Instruction counts of compiled verbs: absent parts of a cache add none.
 
-A part of a model, an index and a window are values that the verbs use. Absent ones
-return constants, which XLA folds away: so a plain cache's programs have none of their
-instructions. The plain cache's numbers, with the oldest JAX, are the ones from before
-there were such values; fewer are welcome, and the table then says so.
+Layers, index and window are values that the verbs use. Absent ones return constants,
+which XLA folds, so a plain cache's programs contain none of their instructions. The
+counts for a plain cache, with the oldest JAX, predate these values; if they shrink,
+update the table.
 """
 
 import functools
@@ -34,7 +34,7 @@ VERBS = {
 
 @functools.cache
 def fresh(kind):
-    """A cache of blocks, with an index besides, or with a state."""
+    """Create a cache of blocks, also with an index, or one with a recurrent state."""
     sizes = dict(max_sequences=4, max_context_length=32, block_size=4)
     of_blocks = dict(num_blocks=32, head_dim=8, **sizes)
     if kind != "states":
@@ -47,7 +47,7 @@ def fresh(kind):
     return jkv.init(jkv.GroupedConfig(groups=groups, layer_groups=(0, 1)))
 
 
-# Passes that suites leave out to compile quickly change these numbers.
+# The passes that suites disable for compile time change these counts.
 OPTIONS = ALL_PASSES | {"xla_cpu_use_fusion_emitters": True}
 MOST = {
     "plain": {

@@ -1,4 +1,4 @@
-"""With 64-bit types enabled sums and ranges of JAX default to 64 bits; jkv's do not."""
+"""Verbs keep 32-bit types if 64-bit types are enabled in JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def test_every_verb_keeps_its_types_under_x64():
             cache, _ = jkv.evict_older_than(cache, 0)
             return jkv.free(cache, opened.seq_ids)[0]
 
-        # A loop insists that its carry keeps its types; to know them nothing need run.
+        # `fori_loop` requires equal carry types; tracing suffices to check them.
         lowered = jax.jit(lambda cache: jax.lax.fori_loop(0, 5, cycle, cache)).lower(
             cache
         )

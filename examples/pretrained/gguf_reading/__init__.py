@@ -1,9 +1,9 @@
-"""GGUF files: a file is unpacked into a folder like any other checkpoint's.
+"""GGUF files, read as Hugging Face checkpoints.
 
-The folder holds the files of a Hugging Face checkpoint beside its weights (config.json,
-tokenizer.json, the chat template), made of the file's own metadata, and names the
-tensors' places; they stay in the file and are dequantized one at a time, when they are
-read. So no reader of a folder depends on GGUF but `pretrained/files.py`.
+A GGUF file is unpacked once into a folder with config.json, tokenizer.json and the chat
+template, made from its metadata, and an index of its tensors. The weights stay in the
+file; each tensor is dequantized when it is read. So only `pretrained/files.py` depends
+on GGUF.
 """
 
 from .folders import find_folder

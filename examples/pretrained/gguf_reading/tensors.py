@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, by a checkpoint's names and as a checkpoint has them."""
+"""Tensors of a GGUF file under the names and in the layout of a checkpoint."""
 
 import functools
 import json
@@ -13,23 +13,23 @@ from jkv.config import GGUFile
 from .settings import KINDS
 from .stored import read_file, read_tensor
 
-# Computed from the config.
+# Tensors that are computed from the config instead.
 ROPES = ("freqs", "factors_short", "factors_long")
 DERIVED = {f"rope_{name}.weight" for name in ROPES}
-# An expert of a layer, by a checkpoint's name; files have one tensor of all experts.
+# Tensor of one expert in a checkpoint; GGUF stacks all experts of a layer.
 EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
 STACKED = dict(gate_proj="gate", up_proj="up", down_proj="down")
 STACKED |= dict(w1="gate", w3="up", w2="down")
-# Matrices of one row, which files may hold as vectors.
+# Matrices with one row, which GGUF may store as vectors.
 ROWS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 
 
 def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
-    """Map a checkpoint's tensor names to the names in the file.
+    """Map a checkpoint's tensor names to GGUF's names.
 
     Args:
-        file: all of its tensors are named, unknown ones by their own names, except
-            layers for speculative decoding.
+        file: the file. Unknown tensors keep their names; layers for speculative
+            decoding are omitted.
         known: the checkpoint's names.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -41,7 +41,7 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
     def find(name: str) -> str | None:
         if expert := EXPERT.fullmatch(name):
             return f"blk.{expert[1]}.ffn_{STACKED[expert[3]]}_exps.weight"
-        # Biases that are no layer's, such as e_score_correction_bias.
+        # Biases without a layer, such as e_score_correction_bias.
         name = re.sub("_bias$", ".bias", name)
         return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
@@ -53,21 +53,21 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
 
 
 class GGUFTensors:
-    """The interface of `safetensors.safe_open` for a GGUF file."""
+    """A GGUF file with the interface of `safetensors.safe_open`."""
 
     def __init__(self, index: Path) -> None:
-        """Map the file that an index names."""
+        """Open the file of an index."""
         written = json.loads(index.read_text(encoding="utf-8"))
         self._names = written["weight_map"]
         self._file = read_file(Path(written["file"]))
         self._kind = KINDS[self._file.model_type]
 
     def get_slice(self, name: str) -> "_Stored":
-        """Return a tensor that is read when it is indexed."""
+        """Return a tensor that is read when indexed."""
         return _Stored(functools.partial(self.get_tensor, name))
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """Return a tensor as the checkpoint had it."""
+        """Return a tensor in the checkpoint's layout."""
         expert = EXPERT.fullmatch(name)
         index = int(expert[2]) if expert else None
         tensor = read_tensor(self._file, self._names[name], index)
@@ -84,7 +84,7 @@ class GGUFTensors:
 
 
 class _Stored:
-    """A tensor of floats, stored in any format."""
+    """A float tensor, read on demand."""
 
     def __init__(self, read: Any) -> None:
         self._read = read
@@ -97,6 +97,6 @@ class _Stored:
 
 
 def _halve_heads(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """Bring rows [H * D, ...] from pairs of neighbours to pairs of halves of a head."""
+    """Convert rows [H * D, ...] from adjacent RoPE pairs to pairs of half heads."""
     pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder beside its weights, written from a GGUF file."""
+"""Creation of a checkpoint folder from a GGUF file."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ from .vocabularies import find_ends, make_settings, make_tokenizer
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Write the folder of a GGUF file; the last file says that it is whole.
+    """Write the folder of a GGUF file; the last file marks it as complete.
 
     Raises:
-        ModuleNotFoundError: without the package gguf.
-        FileNotFoundError: when a part of a file that was split is missing.
-        ValueError: for a file that is damaged or not supported.
+        ModuleNotFoundError: if the package gguf is not installed.
+        FileNotFoundError: if a part of a split file is missing.
+        ValueError: if the file is damaged or not supported.
     """
     file = read_file(path)
     config = make_config(file)

@@ -1,6 +1,6 @@
-"""Request options of a batch line or a client's body.
+"""Parsing of a batch line or request body.
 
-``showing.py`` reads all of it: ``fields.py`` (each is served, or refused by name),
-``body.py`` (arguments of the engine: ``prompts.py``, ``tools.py``), ``languages.py``
-and ``rules.py`` (logits processors), and the fields that a reply shows.
+``showing.py`` is the entry point. ``fields.py`` refuses unsupported fields, ``body.py``
+returns the engine's arguments (with ``prompts.py`` and ``tools.py``), and
+``languages.py`` and ``rules.py`` return logits processors.
 """

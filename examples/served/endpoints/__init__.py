@@ -1,6 +1,6 @@
-"""From a connection to an answer.
+"""HTTP endpoints and connections.
 
-``continuing.py`` continues texts; ``tokens.py`` and ``describing.py`` tell of the
-tokenizer and of the server. ``gate.py`` stands before them, and ``connections.py`` are
-uvicorn's, with limits.
+``continuing.py`` has the endpoints that generate, ``tokens.py`` those of the tokenizer,
+and ``describing.py`` model, health and metrics. ``gate.py`` has middleware, and
+``connections.py`` uvicorn's connections with limits.
 """

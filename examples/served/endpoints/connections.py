@@ -1,8 +1,8 @@
-"""Connections that end: uvicorn's, with limits in time and bytes.
+"""uvicorn connections with limits in time and bytes.
 
-uvicorn bounds a head's bytes, idle connections, their number and the time of its end.
-The rest is bounded here: a head that comes slowly, data of a client after its answer, a
-client that does not read, and half a body when the server ends.
+uvicorn limits the size of a head, idle time, the number of connections and the time of
+a shutdown. This module adds limits for slow heads, data after a reply, clients that do
+not read, and incomplete bodies at shutdown.
 """
 
 import asyncio
@@ -19,29 +19,29 @@ from ..mistakes import Refused
 
 
 class Bounds(NamedTuple):
-    """Limits for a client."""
+    """Limits per client."""
 
-    head_seconds: float = 10.0  # for a head, from its first byte or the connection's
+    head_seconds: float = 10.0  # from the head's first byte or the connection
     head_bytes: int = 2**14
     body_seconds: float = 30.0
     body_bytes: int = 2**20
-    reading_seconds: float = 30.0  # in which a client reads nothing of its reply
-    # Between requests. Clients must be the first to close a connection, or their next
-    # request may be lost with it; httpx keeps one for 5 seconds.
+    reading_seconds: float = 30.0  # without reading from the reply
+    # Between requests. If the server closes first, the next request may be lost; httpx
+    # closes after 5 seconds.
     idle_seconds: int = 75
-    closing_seconds: int = 5  # for replies under way when the server ends
-    connections: int = 512  # at one time; more are answered to come later
+    closing_seconds: int = 5  # for running replies at shutdown
+    connections: int = 512  # at a time; others get status 503
 
 
 def make_config(
     app: ASGIApp, bounds: Bounds | None = None, **options: Any
 ) -> uvicorn.Config:
-    """Return uvicorn's settings.
+    """Return uvicorn's configuration.
 
     Args:
         app: the application.
-        bounds: limits for a client.
-        **options: of `uvicorn.Config`, such as host and port.
+        bounds: limits per client.
+        **options: arguments of `uvicorn.Config`, such as host and port.
     """
     bounds = bounds or Bounds()
     settings: dict[str, Any] = dict(
@@ -57,19 +57,19 @@ def make_config(
 
 
 class Connection(H11Protocol):
-    """A connection with a deadline for its client."""
+    """Connection with deadlines for its client."""
 
     def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._bounds = bounds
         self._head_clock = Clock(self.loop, bounds.head_seconds)
         self._reading_clock = Clock(self.loop, bounds.reading_seconds)
-        # Bytes that belong to no request which is being answered.
+        # Bytes received while no request is running.
         self._num_between = 0
 
     @property
     def is_answering(self) -> bool:
-        """True if a request is here that has no answer yet."""
+        """True if a request has no complete reply yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -82,14 +82,14 @@ class Connection(H11Protocol):
             self._head_clock.stop()
             self._num_between = 0
             return
-        # The next head, or the rest of a body that was answered before its end.
+        # The next head, or the rest of a body that was answered early.
         self._head_clock.start(self.transport.abort)
         self._num_between += len(data)
         if self._num_between > self._bounds.body_bytes:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP like other mistakes, and close."""
+        """Answer malformed HTTP with the API's error format, and close."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not (
             h11.SEND_RESPONSE
         ):
@@ -123,7 +123,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """End with the server; half a body is not waited for."""
+        """Shut down; do not wait for an incomplete body."""
         if self.is_answering and self.cycle.more_body:
             self.transport.abort()
         else:
@@ -131,19 +131,19 @@ class Connection(H11Protocol):
 
 
 class Clock:
-    """Calls something after a time, unless it is stopped before."""
+    """Timer that calls a function after a delay, unless stopped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float):
         self._loop, self._seconds = loop, seconds
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, act: Any) -> None:
-        """Begin; a clock that runs goes on as it is."""
+        """Start the timer; a running timer is not restarted."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._seconds, act)
 
     def stop(self) -> None:
-        """End without a call."""
+        """Stop the timer without calling the function."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

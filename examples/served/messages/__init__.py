@@ -1,5 +1,5 @@
-"""The endpoint `/v1/messages`: chats in the words of Anthropic's API.
+"""The endpoint `/v1/messages`: chats in the format of Anthropic's API.
 
-``reading.py`` makes a chat's fields of a body, ``writing.py`` a message or the events
-of a stream from the result.
+``reading.py`` converts a body into a chat's fields, ``writing.py`` writes the reply, a
+message or a stream of events.
 """

@@ -1,5 +1,5 @@
-"""Logits processors of an engine.
+"""Logits processors of an engine, as variants for its requests.
 
-``variants.py`` holds them for a request: ``grammars.py`` (the loaded grammars, compiled
-by ``compiling.py``) and ``rule_table.py`` (``penalties.py`` among the rules).
+``variants.py`` assigns them to requests. ``grammars.py`` holds the loaded grammars,
+which ``compiling.py`` compiles; ``rule_table.py`` and ``penalties.py`` hold rules.
 """

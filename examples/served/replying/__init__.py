@@ -1,7 +1,7 @@
-"""From the engine's arguments to a reply, whole or streamed.
+"""Replies, whole or streamed.
 
-``answers.py`` waits for the engine (``known.py`` does without it). ``replies.py``
-writes texts and chats, ``kinds.py`` has the forms of all endpoints. ``calls.py`` are
-calls of tools in a text, ``logprobs.py`` log-probabilities (``scoring.py`` of texts
-that are there, ``spelling.py`` the bytes of tokens).
+``answers.py`` submits requests to the engine and reads their events; ``known.py``
+answers without it. ``replies.py`` writes completions and chats, and ``kinds.py`` lists
+all endpoints. ``calls.py`` parses tool calls, ``logprobs.py`` writes log-probabilities
+(``scoring.py`` computes those of given sequences), ``spelling.py`` has token bytes.
 """

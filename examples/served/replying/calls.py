@@ -1,7 +1,7 @@
-"""Calls of tools in a text that comes in pieces, as `jkv.grammar.from_tools` has it.
+"""Parser of tool calls in streamed text, as in `jkv.grammar.from_tools`.
 
 A call is `{"name": ..., "arguments": {...}}` between two tags. The result does not
-depend on the pieces in which the text came.
+depend on how the text is split into pieces.
 """
 
 import json
@@ -9,39 +9,38 @@ import re
 import uuid
 from typing import NamedTuple
 
-# A call up to its arguments, and the first character of these.
+# A call up to its arguments, whose first character is not consumed.
 _NAME = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _HEAD = re.compile(_NAME.pattern + r'\s*,\s*"arguments"\s*:\s*(?=\S)')
 
 
 class CallPart(NamedTuple):
-    """A piece of a call."""
+    """A new part of a call."""
 
-    index: int  # of the call in its text
-    arguments: str  # that are new
-    name: str | None = None  # in a call's first part
+    index: int  # of the call in its completion
+    arguments: str  # new characters
+    name: str | None = None  # in the first part of a call
     id: str | None = None  # likewise
 
 
 class Reported(NamedTuple):
-    """The new parts of a piece of a text."""
+    """The parsed parts of a piece of text."""
 
     content: str
     calls: list[CallPart]
 
 
 class CallReader:
-    """Reads one text; each state is a method that consumes a part of the rest."""
+    """Incremental parser of one completion; each state is a method."""
 
     def __init__(self, begin: str, end: str, *, has_answer: bool = False) -> None:
-        """Begin with free text.
+        """Start in free text.
 
         Args:
-            begin: the tag before a call.
-            end: the tag behind one; white space behind it, and before a call, is
-                dropped.
-            has_answer: whether a text that does not begin with a call has none, as an
-                answer after a schema, which may have the tag in it.
+            begin: the tag before a call; white space before it is dropped.
+            end: the tag after a call; white space after it is dropped.
+            has_answer: whether a completion that does not start with a call follows a
+                schema; it has no calls, but may contain the tag.
         """
         self._begin = begin
         self._tail = re.compile(rf"\s*\}}\n?{re.escape(end)}")
@@ -54,11 +53,11 @@ class CallReader:
 
     @property
     def has_called(self) -> bool:
-        """True if the text has calls, and none that is cut."""
+        """True if there are calls and all of them are complete."""
         return 0 < self._num_begun == self._num_done
 
     def advance(self, text: str, *, is_last: bool) -> Reported:
-        """Read a piece of the text; the last one leaves nothing unread."""
+        """Parse a piece of text; the last piece leaves no text unparsed."""
         self._left += text
         while self._read():
             pass
@@ -86,7 +85,7 @@ class CallReader:
     def _read_free(self) -> bool:
         free, tag, rest = self._left.partition(self._begin)
         if not tag:
-            # The rest may be the beginning of a tag, and white space before one.
+            # The end may be white space and the start of a tag.
             free, rest = _hold_back(self._left, self._begin)
         if self._is_behind_call:
             free = free.lstrip()
@@ -110,7 +109,7 @@ class CallReader:
         return True
 
     def _report_cut_head(self) -> None:
-        """Tell of a call that is cut before its arguments: its name, or its text."""
+        """Report a call truncated before its arguments: its name, else its text."""
         found = _NAME.match(self._left)
         if found is None:
             self._report(self._begin + self._left)
@@ -148,14 +147,14 @@ class CallReader:
 
 
 class _ObjectEnd:
-    """Where an object of JSON ends that comes in pieces."""
+    """Incremental search for the end of a JSON object."""
 
     def __init__(self) -> None:
-        self.depth = 0  # brackets that are open; none at the end
+        self.depth = 0  # open brackets; 0 at the end
         self._is_text = self._is_escaped = False
 
     def find(self, piece: str) -> int:
-        """Return how many characters of a piece belong to the object."""
+        """Return the number of characters of a piece that belong to the object."""
         for place, character in enumerate(piece):
             if self._is_escaped:
                 self._is_escaped = False
@@ -174,7 +173,7 @@ class _ObjectEnd:
 
 
 def _hold_back(text: str, tag: str) -> tuple[str, str]:
-    """Split off the white space, and the part of a tag, that a text ends with."""
+    """Split off trailing white space and the start of a tag."""
     most = min(len(text), len(tag) - 1)
     length = next((n for n in range(most, 0, -1) if text.endswith(tag[:n])), 0)
     free = text[: len(text) - length].rstrip()

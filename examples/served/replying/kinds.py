@@ -1,4 +1,4 @@
-"""The forms of a request and its reply, by the address that a client gives."""
+"""Request and reply formats by endpoint path."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +21,21 @@ AnyReply = Reply | ResponseReply | MessageReply
 
 
 class Kind(NamedTuple):
-    """An endpoint's functions: from a body to a request, from results to a reply."""
+    """Functions of an endpoint: parse its body and write its reply."""
 
     is_chat: bool
-    read: Callable[[Fields], Fields]  # the fields, in the words of completions
-    # From the body, the request, the display options and the scores of the prompts.
+    read: Callable[[Fields], Fields]  # converts a body to completion or chat fields
+    # Arguments: model, body, engine arguments, display options, scores of the prompts.
     reply: Callable[[Served, Fields, ParsedBody, Shown, Sequence[Scored]], AnyReply]
-    names: Mapping[str, str] = {}  # of fields that it has in other words
+    names: Mapping[str, str] = {}  # its names of chat fields
     write_error: Callable[[Refused], dict[str, Any]] = lambda error: error.body
-    # The request, within the limits of a body.
+    # Limits the request by its body.
     bound: Callable[[Served, Fields, ParsedBody], ParsedBody] = lambda _, __, parsed: (
         parsed
     )
 
     def rename(self, error: Refused) -> Refused:
-        """Return a mistake with the field's name as the client knows it."""
+        """Return the error with the field's name in this endpoint."""
         error.param = self.names.get(error.param or "", error.param)
         return error
 
@@ -77,8 +77,8 @@ def _reply_in_message(
 
 
 def _bound_message(served: Served, body: Fields, parsed: ParsedBody) -> ParsedBody:
-    """Return the request with as many tokens as the context leaves."""
-    # The last token needs no room.
+    """Return the request with `max_new_tokens` limited to the context."""
+    # The last token needs no slot.
     room = served.context - len(parsed.prompts[0]) + 1
     most = min(read_most_tokens(body), room)
     return parsed._replace(

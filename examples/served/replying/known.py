@@ -1,4 +1,4 @@
-"""Results of a request that need no engine."""
+"""Results of requests that need no engine."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from .scoring import Scored
 def answer_known(
     served: Served, parsed: ParsedBody, scored: Sequence[Scored]
 ) -> list[tuple[int, Event]] | None:
-    """Return the results that need no engine; None if it is needed.
+    """Return results without the engine; None if it is needed.
 
-    Nothing comes of texts that are only shown again; and a single token, if it is the
-    most likely one, is known with the logprobs of the prompt.
+    This applies to requests with zero new tokens, and to a single greedy token if the
+    prompt is scored.
     """
     request = parsed.request
     if request.max_new_tokens == 0:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the API's words, of texts and of chats."""
+"""Log-probabilities in the API's formats for completions and chats."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,39 +9,39 @@ from jkv.serving import TextStream
 from ..loading import Served
 from .scoring import Scored
 
-LEAST_LOGPROB = -9999.0  # as the API writes all smaller ones
+LEAST_LOGPROB = -9999.0  # the API's minimum
 
 
 class TokenLogprob(NamedTuple):
-    """The logprobs of a token, as shown."""
+    """The log-probabilities of one token."""
 
     token: int
-    text: str  # the texts of all tokens join to the text
-    start: int  # characters before it
+    text: str  # of all tokens, concatenated, is the completion
+    start: int  # offset in characters
     logprob: float | None  # None for the first token of a prompt
-    top: list[tuple[int, float]]  # the most likely tokens in its place
+    top: list[tuple[int, float]]  # most likely tokens at this position
 
 
 class TokenTeller:
-    """Tells of one text's tokens, in the order in which they come."""
+    """Writes the log-probabilities of one completion's tokens in order."""
 
     def __init__(self, served: Served, prompt: Sequence[int], num_top: int) -> None:
-        """Begin behind a prompt.
+        """Start after a prompt.
 
         Args:
             served: the model.
             prompt: token ids.
-            num_top: alternatives shown beside each token.
+            num_top: top logprobs per token.
         """
         self._served, self._prompt, self._num_top = served, list(prompt), num_top
         self._stream = TextStream(served.tokenizer.decode, prompt, ())
-        self._offset = 0  # characters of the prompt, where it is shown
+        self._offset = 0  # characters of the prompt if it is shown
         self._num_new = 0
 
     def read_prompt(self, scored: Scored, echo: str) -> list[TokenLogprob]:
-        """Return the logprobs of the prompt, which then stands before the text.
+        """Return the logprobs of the prompt, shown before the completion.
 
-        A special token has its name where the text that is shown has it, too.
+        A special token is spelled by its name if `echo` contains the name.
         """
         read = codecs.getincrementaldecoder("utf-8")("replace").decode
         found, start = list[TokenLogprob](), 0
@@ -65,9 +65,9 @@ class TokenTeller:
         """Return the logprobs of new tokens.
 
         Args:
-            tokens: that follow.
-            logprobs: theirs.
-            scored: of the prompt and all tokens but the last; None for no others.
+            tokens: the new tokens.
+            logprobs: their log-probabilities.
+            scored: scores of all tokens but the last; None without top logprobs.
         """
         found = []
         for token, logprob in zip(tokens, logprobs, strict=True):
@@ -83,7 +83,7 @@ class TokenTeller:
 
 
 def write_of_text(served: Served, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return logprobs as completions have them."""
+    """Return logprobs in the format of completions."""
     has_top = any(each.top for each in found)
     return {
         "tokens": [each.text for each in found],
@@ -96,7 +96,7 @@ def write_of_text(served: Served, found: Sequence[TokenLogprob]) -> dict[str, An
 
 
 def write_of_chat(served: Served, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return logprobs as chats have them."""
+    """Return logprobs in the format of chats."""
     content = [
         {
             "token": each.text,
@@ -117,7 +117,7 @@ def write_of_chat(served: Served, found: Sequence[TokenLogprob]) -> dict[str, An
 
 
 def _name_top(served: Served, found: TokenLogprob) -> dict[str, float | None] | None:
-    """Return the most likely tokens by their texts, with the one that is there."""
+    """Return the top logprobs by token text, including the chosen token."""
     if not found.top:
         return None
     named = {

@@ -1,5 +1,5 @@
-"""The endpoint `/v1/responses`: chats with other names, stored nowhere.
+"""The endpoint `/v1/responses`: chats with other field names; nothing is stored.
 
-``reading.py`` makes a chat's fields of a body, ``writing.py`` a response or the events
-of a stream from the result.
+``reading.py`` converts a body into a chat's fields, ``writing.py`` writes the reply, a
+response or a stream of events. ``offered.py`` converts tools.
 """
