@@ -6,7 +6,10 @@ and can be jitted, scanned and donated. In the order of a sequence's life:
     init -> allocate -> (append -> write, attend per layer -> commit)* -> free
 
 Further verbs fork, truncate and reorder sequences, match cached prefixes, and evict
-sequences when the pool is full.
+sequences when the pool is full. `decoding` runs a model over a cache inside one jit,
+`serving` serves requests, and `grammar` constrains their output. Start with the sizes
+(`config.cache_config`) and the state (`state`), then with the verbs
+(`verbs.allocation`); docs/design/core.md names the files in reading order.
 """
 
 from typing import TYPE_CHECKING
@@ -65,6 +68,7 @@ from jkv.verbs.writing import commit, write
 
 if TYPE_CHECKING:  # imported on first access
     from jkv import jitted, press
+    from jkv.adapters import Step, model_of
     from jkv.commands.compiled_programs import keep_compiled_programs
     from jkv.config.grouped_config import GroupedConfig
     from jkv.config.state_config import StateConfig
@@ -87,6 +91,7 @@ if TYPE_CHECKING:  # imported on first access
         measure_formats,
         score,
     )
+    from jkv.decoding.model.drafter import Drafter, with_drafter
     from jkv.inspection.debugging import debug
     from jkv.inspection.findings import DebugError
     from jkv.inspection.invariants import check
@@ -122,20 +127,25 @@ if TYPE_CHECKING:  # imported on first access
         least_recently_used,
         touch,
     )
+    from jkv.verbs.observing import observe, read_queries
+    from jkv.verbs.overwriting import overwrite, scrub
     from jkv.verbs.page_tables import PageTable, page_table
     from jkv.verbs.pooling import over_pools, split_pools
     from jkv.verbs.pruning import prune
+    from jkv.verbs.recording import record
     from jkv.verbs.resizing import resize
     from jkv.verbs.row_selection import keep_rows
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __getattr__ = imports_later(
     __name__,
     {
+        "jkv.adapters": "Step model_of",
         "jkv.commands.compiled_programs": "keep_compiled_programs",
         "jkv.config.grouped_config": "GroupedConfig",
         "jkv.config.state_config": "StateConfig",
+        "jkv.decoding.model.drafter": "Drafter with_drafter",
         "jkv.decoding": (
             "BeamSearch DraftModel ExactDifference ExactReport FinishReason "
             "FormatAccuracy Generation Model PromptLookup Roll Sampling beam_search "
@@ -165,15 +175,20 @@ __getattr__ = imports_later(
         "jkv.trees": "TrajectoryTree",
         "jkv.verbs.compaction": "compact",
         "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
+        "jkv.verbs.observing": "observe read_queries",
         "jkv.verbs.page_tables": "PageTable page_table",
         "jkv.verbs.pooling": "over_pools split_pools",
+        "jkv.verbs.overwriting": "overwrite scrub",
         "jkv.verbs.pruning": "prune",
+        "jkv.verbs.recording": "record",
         "jkv.verbs.resizing": "resize",
         "jkv.verbs.row_selection": "keep_rows",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
     },
     (
+        "adapters",
         "decoding",
+        "drafters",
         "grammar",
         "inspection",
         "jitted",
@@ -211,6 +226,7 @@ __all__ = [
     "ContextFull",
     "DebugError",
     "DraftModel",
+    "Drafter",
     "FileError",
     "ExactDifference",
     "ExactReport",
@@ -246,6 +262,7 @@ __all__ = [
     "States",
     "Stats",
     "Status",
+    "Step",
     "LogitsProcessor",
     "SwapIn",
     "Swapped",
@@ -288,9 +305,12 @@ __all__ = [
     "load",
     "match",
     "measure_formats",
+    "model_of",
     "next_positions",
     "num_free_blocks",
+    "observe",
     "over_pools",
+    "overwrite",
     "page_table",
     "paged_attention",
     "partition_specs",
@@ -300,13 +320,16 @@ __all__ = [
     "raise_for_status",
     "read",
     "read_pending",
+    "read_queries",
     "read_slot",
     "read_state",
+    "record",
     "reorder",
     "resize",
     "restore",
     "save",
     "score",
+    "scrub",
     "should_compact",
     "slots",
     "snapshots",
@@ -319,6 +342,7 @@ __all__ = [
     "touch",
     "top_tokens",
     "truncate",
+    "with_drafter",
     "with_mask",
     "write",
     "write_state",

@@ -1,28 +1,42 @@
-"""Checks of the arguments of public functions against their annotations.
+"""Arguments of public functions: checks against annotations and axes; integers.
 
 Valid calls have no overhead: annotations are only read after an exception.
+
+`jax.transfer_guard("disallow")` detects implicit transfers. Functions of this package
+transfer numbers, lists and numpy arrays intentionally, so they do it explicitly, as
+`jax.device_put` does (`explicit_transfers`). The guard "disallow_explicit" is
+respected.
 """
 
 import collections.abc
+import contextlib
 import dis
 import functools
 import inspect
+import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.guards import explicit_transfers, refused_transfer
-from jkv.signatures import with_signature
+from jkv.signatures import Integer, Integers, with_signature
 from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Class = TypeVar("Class")
+
+GUARDS = {
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
+}
+
+I32 = np.iinfo(np.int32)
 
 NUMBERS: dict[Any, tuple[type, ...]] = {
     int: (int, np.integer),
@@ -284,3 +298,78 @@ def _name(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"{value.dtype}{[*value.shape]}"
     return f"{type(value).__name__} {value!r}"[:80]
+
+
+def refused_transfer(error: Exception) -> bool:
+    """Return True if a guard against implicit transfers raised the error."""
+    is_guard = "Disallowed" in str(error) and "transfer" in str(error)
+    return is_guard and any(_level(name) == "disallow" for name in GUARDS)
+
+
+@contextlib.contextmanager
+def explicit_transfers() -> Iterator[None]:
+    """Allow transfers in this thread unless a guard disallows explicit ones."""
+    with contextlib.ExitStack() as allowed:
+        for name, guard in GUARDS.items():
+            if _level(name) == "disallow":
+                allowed.enter_context(guard("allow"))
+        yield
+
+
+def _level(name: str) -> str | None:
+    """Return the level of a guard in this thread."""
+    level: str | None = getattr(jax.config, name)
+    return level
+
+
+def as_index(value: Integer) -> jax.Array:
+    """Return an index or count as i32[], saturated; ints stay on the host."""
+    if isinstance(value, jax.Array):
+        return value if value.dtype == jnp.int32 else saturated("a number", value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"expected an integer, got {value!r}") from None
+    return np.int32(max(I32.min, min(number, I32.max)))  # type: ignore[return-value]
+
+
+def saturated(name: str, value: Integers) -> jax.Array:
+    """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
+    if hasattr(value, "seq_ids"):
+        raise UsageError(
+            f"{name} must be integers, got a whole {type(value).__name__}; pass one of "
+            f"its fields, such as its seq_ids"
+        )
+    on_host = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    array: Any = np.asarray(value) if on_host else jnp.asarray(value)
+    xp = namespace_of(array)
+    if array.shape == (0,):
+        array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype
+    check_fixed(name, array)
+    if array.ndim > 1 or not xp.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} must be an int or a one-dimensional integer array, got "
+            f"{array.dtype}{list(array.shape)}"
+        )
+    if array.dtype != np.int32:
+        if np.iinfo(array.dtype).max > I32.max:
+            low = max(I32.min, np.iinfo(array.dtype).min)
+            bounds = (array.dtype.type(bound) for bound in (low, I32.max))
+            array = xp.clip(array, *bounds)
+        array = xp.asarray(array, np.int32)
+    return array
+
+
+def check_fixed(name: str, array: Any) -> None:
+    """Refuse a symbolic size of `jax.export`."""
+    if not all(isinstance(size, int) for size in array.shape):
+        raise UsageError(
+            f"{name} must have a fixed number of requests, got the "
+            f"symbolic shape {array.shape}; export for the largest number, and pad "
+            f"with -1"
+        )
+
+
+def namespace_of(array: Any) -> Any:
+    """Return jnp for JAX arrays, else numpy."""
+    return jnp if isinstance(array, jax.Array) else np

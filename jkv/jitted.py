@@ -29,12 +29,12 @@ from typing import Any, TypeVar, cast
 import jax
 
 from jkv import decoding
-from jkv.decoding.sampling.options import check_sampling
-from jkv.decoding.speculation.options import check_speculation
-from jkv.decoding.texts.prompts import as_stop_sequences, as_stop_tokens
-from jkv.decoding.texts.trajectory_tree import TrajectoryTree
-from jkv.guards import explicit_transfers
-from jkv.metadata.requests import as_salts, read_prompts, saturated
+from jkv.arguments import explicit_transfers, saturated
+from jkv.decoding.model.drafter import check_drafter
+from jkv.decoding.sampling.draws import check_sampling
+from jkv.decoding.sequences.prompts import as_stop_sequences, as_stop_tokens
+from jkv.decoding.sequences.trajectory_tree import TrajectoryTree
+from jkv.metadata.requests import as_salts, read_prompts
 
 __all__ = ["beam_search", "begin", "decode", "extend", "generate", "prefill", "score"]
 
@@ -70,7 +70,7 @@ STATIC = frozenset(
 READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
         ("prompts", "tokens", "continuations", "spans"),
-        lambda name, texts: read_prompts(texts, name),
+        lambda name, rows: read_prompts(rows, name),
     ),
     **dict.fromkeys(("seq_ids", "limits", "variants", "num_steps"), saturated),
     "salts": lambda name, salts: saturated(name, as_salts(name, salts)),
@@ -78,7 +78,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "stop_sequences": lambda _, sequences: as_stop_sequences(sequences),
 }
 # Validators of options for which `jax.jit` has unclear error messages.
-CHECKS = {"sampling": check_sampling, "speculate": check_speculation}
+CHECKS = {"sampling": check_sampling, "speculate": check_drafter}
 
 
 def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect, name_kind
-from jkv.indexing import gather, scatter_max
+from jkv.operations import gather, scatter_max
 
 
 def _static(default: Any) -> Any:

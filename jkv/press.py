@@ -14,7 +14,7 @@ Symbols: B sequences, N tokens, K kv heads, H query heads, D head dim, W queries
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,28 @@ class QueryMoments(NamedTuple):
 
     mean: jax.Array  # f32[B, H, D]
     covariance: jax.Array  # f32[B, H, D, D]
+
+    @classmethod
+    def of(
+        cls,
+        queries: jax.Array,  # [B, W, H, D], rotated, newest last
+        lengths: jax.Array,  # i32[B], context lengths
+        sinks: int,
+        rotate: "RotateRows",
+    ) -> Self:
+        """Return the moments of observed queries, rotated back by their positions."""
+        width, dim = queries.shape[1], queries.shape[3]
+        steps = jnp.arange(-width, 0, dtype=jnp.int32)
+        position = lengths[:, None] + steps[None]
+        position = jnp.broadcast_to(position[..., None], queries.shape[:3])
+        rows = queries.astype(jnp.float32).reshape(-1, dim)
+        plain = rotate(rows, -position.reshape(-1)).reshape(queries.shape)
+        counts = (position >= sinks)[..., None]  # [B, W, H, 1]
+        num = jnp.maximum(jnp.sum(counts, axis=1), 1).astype(jnp.float32)
+        mean = jnp.sum(jnp.where(counts, plain, 0), axis=1) / num
+        centred = jnp.where(counts, plain - mean[:, None], 0)
+        covariance = jnp.einsum("bwhi,bwhj->bhij", centred, centred) / num[..., None]
+        return cls(mean, covariance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +167,11 @@ class snap_kv:  # noqa: N801
 class expected_attention:  # noqa: N801
     """Keep the tokens that future queries are expected to attend to.
 
-    Expected attention (https://arxiv.org/abs/2510.00636). `queries` are `QueryMoments`.
+    Expected attention (https://arxiv.org/abs/2510.00636). `queries` are `QueryMoments`,
+    or the rotated queries of the newest W tokens, f32[B, W, H, D], which estimate them.
     `rotate(rows f32[P, D], positions i32[P])` is the model's rotary embedding: its mean
-    over the next `future` positions rotates the moments. The first `sinks` tokens are
-    kept.
+    over the next `future` positions rotates the moments, and negative positions rotate
+    queries back. The first `sinks` tokens are kept.
     """
 
     future: int = 512
@@ -162,12 +185,16 @@ class expected_attention:  # noqa: N801
     def scores(
         self, keys: jax.Array, values: jax.Array, queries: Any, lengths: jax.Array
     ) -> jax.Array:
-        if not isinstance(queries, QueryMoments) or self.rotate is None:
+        shape = () if queries is None else jnp.shape(queries[0])
+        is_given = isinstance(queries, QueryMoments) or len(shape) == 3
+        if not is_given or self.rotate is None:
             raise UsageError(
-                "expected_attention needs rotate= and queries=QueryMoments(mean, "
-                "covariance) of unrotated queries; pass both, or use a rule of keys "
-                "alone, such as key_diff()"
+                "expected_attention needs rotate= and queries: QueryMoments(mean, "
+                "covariance) of unrotated ones, or f32[B, W, H, D] of the newest "
+                "tokens; pass both, or use a rule of keys alone, such as key_diff()"
             )
+        if not isinstance(queries, QueryMoments):
+            queries = QueryMoments.of(queries, lengths, self.sinks, self.rotate)
         num_heads, dim = keys.shape[2], keys.shape[3]
         rotation = self._mean_rotation(dim, lengths)  # [B, D, D]
         mean = jnp.einsum("bij,bhj->bhi", rotation, queries.mean)

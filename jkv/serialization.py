@@ -18,20 +18,20 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
-from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.speculation.options import PromptLookup
-from jkv.decoding.texts.results import (
+from jkv.decoding.sampling.draws import Sampling
+from jkv.decoding.sequences.results import (
     BeamSearch,
     BeamStatistics,
     Generation,
     Statistics,
 )
+from jkv.decoding.speculation.prompt_lookup import PromptLookup
 from jkv.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
 from jkv.prefixes.arrays import PairedBlocks, Snapshots
 from jkv.prefixes.index import PrefixIndex
 from jkv.state.batch import StepSizes
+from jkv.state.cache import GroupSizes
 from jkv.state.states import StateSizes
-from jkv.state.storage import GroupSizes
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.branching import Fork
@@ -43,15 +43,15 @@ DATACLASSES: tuple[type, ...] = (
     *(state.Cache, state.Metadata, state.Sequences, state.BlockGroup, state.Ring),
     *(state.NoIndex, PrefixIndex, PairedBlocks, Snapshots),
     *(state.FullAttention, state.SlidingWindow),
-    *(state.Pruned, state.Unpruned),
+    *(state.Pruned, state.Unpruned, state.ObservedQueries, state.Unobserved),
     *(state.States, state.BlockStorage, state.StateStorage),
-    *(state.Batch, Sampling, PromptLookup),
+    *(state.Batch, Sampling, PromptLookup, Statistics),
     *(StepMask, CausalMask, SpanMask, TreeMask, MixedMask),
     *filter(dataclasses.is_dataclass, _PLANNED),
 )
 NAMED_TUPLES: tuple[type, ...] = (
     *(state.Slots, Allocation, Fork, SwapIn, BlockInfo),
-    *(Generation, Statistics, BeamSearch, BeamStatistics),
+    *(Generation, BeamSearch, BeamStatistics),
     *(node for node in _PLANNED if not dataclasses.is_dataclass(node)),
 )
 # Named tuples of numbers in static fields.
@@ -67,6 +67,7 @@ PARTS = {
     "Blocks": "jkv.blocks.part",
     "OfStates": "jkv.states.part",
     "Positions": "jkv.metadata.positions",
+    "Observations": "jkv.metadata.observations",
 }
 
 

@@ -23,15 +23,15 @@ IntegerArray: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]]
 Integer: TypeAlias = IntegerArray | np.integer[Any] | int
 # An array, a number, or a list, tuple or range of numbers.
 Integers: TypeAlias = Integer | Sequence[int] | Sequence[np.integer[Any]]
-# Token ids with a row for each prompt: an array, or a list of lists.
-Texts: TypeAlias = IntegerArray | Sequence[Integers]
+# Rows of integers, such as a row of token ids for each prompt: an array or lists.
+IntegerRows: TypeAlias = IntegerArray | Sequence[Integers]
 
 # Unions shown by name, larger ones first.
 _NAMED: dict[str, Any] = {
     "DTypeLike": jax.typing.DTypeLike,
     "ArrayLike": jax.typing.ArrayLike,
     "Integers": Integers,
-    "Texts": Texts,
+    "IntegerRows": IntegerRows,
     "Integer": Integer,
     "IntegerArray": IntegerArray,
 }

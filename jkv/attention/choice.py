@@ -19,29 +19,30 @@ from jax import lax
 from jkv.attention.backend import (
     DEFAULT,
     Backend,
+    Call,
     Cotangents,
     DeviceType,
     Gradients,
+    Past,
+    Pools,
     Refusal,
+    Requests,
+    SlotWrite,
     StepShape,
+    call_of,
     find_device,
 )
-from jkv.attention.call import Call, Past, Pools, Requests, call_of
 from jkv.attention.cudnn import Cudnn
 from jkv.attention.kernel.interface import Pallas, Triton
 from jkv.attention.reference import Reference
-from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.interface import SideBySide, Xla
-from jkv.sharding.loops import is_manual, vary_over, varying_axes
+from jkv.operations import is_manual, vary_over, varying_axes
 
 _PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
 
 # In order of preference: a platform's default is the first backend that supports the
 # call.
 BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
-
-_SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
-
 
 Results = TypeVar("Results")
 
@@ -299,6 +300,51 @@ def _differentiate_scatters(
 
 def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
     return choose_platform(write, **_SCATTERS)
+
+
+def scatter(write: SlotWrite) -> dict[str, jax.Array]:
+    """Store the rows with one scatter per array."""
+    block_ids, offsets = _locate(write)
+    return _scatter(write, (block_ids, slice(None), offsets))
+
+
+def scatter_by_head(write: SlotWrite) -> dict[str, jax.Array]:
+    """Store the rows with one update per kv head of a row.
+
+    TPUs tile the last two axes. A scatter of several heads moves the head axis beside
+    the elements, which copies the pool twice.
+    """
+    block_ids, offsets = (each[:, None] for each in _locate(write))
+    heads = jnp.arange(write.pool.shape[2], dtype=jnp.int32)
+    return _scatter(write, (block_ids, heads, offsets))
+
+
+def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
+    """Return each row's block and offset in it, i32[R]; N or more for no slot."""
+    import chex  # importing it takes longer than importing jkv
+
+    chex.assert_equal_shape([write.block_ids, write.offsets, write.valid])
+    num_blocks, size = write.pool.shape[1], write.pool.shape[3]
+    offsets, valid = write.offsets, write.valid
+    if write.part is not None:
+        offsets = offsets - write.part * size
+        valid = valid & (offsets >= 0) & (offsets < size)
+        offsets = jnp.where(valid, offsets, 0)
+    # Rows without a slot get distinct indices past the end, so that `unique_indices`
+    # holds, which accelerators need for a parallel scatter.
+    past_end = num_blocks + jnp.arange(write.num_rows, dtype=jnp.int32)
+    return jnp.where(valid & (write.layer >= 0), write.block_ids, past_end), offsets
+
+
+def _scatter(write: SlotWrite, index: tuple[Any, ...]) -> dict[str, jax.Array]:
+    bits, stored = write.rows_as_bits(), {}
+    for name, array in write.arrays.items():
+        slots = array.at[write.layer, *index]
+        stored[name] = slots.set(bits[name], mode="drop", unique_indices=True)
+    return stored
+
+
+_SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
 
 
 def _find(

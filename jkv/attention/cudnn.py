@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend, DeviceType
-from jkv.attention.call import Call, Stored, check_call
+from jkv.attention.backend import Backend, Call, DeviceType, Stored, check_call
 from jkv.formats.format import multiply_out
-from jkv.sharding.loops import vary_over, varying_axes
+from jkv.operations import vary_over, varying_axes
 
 # Least rows of a step, and the share of them, 15/16, that the prompt must have.
 MIN_ROWS, _NUM_PARTS = 4_096, 16

@@ -6,7 +6,7 @@ one batched product. Tiles are cut within requests where all rows need one, and 
 batch-invariant results; else from row 0 of the batch, which makes fewer of them.
 
 Symbols: `P` tiles of `Q` rows, each by `W` rows; `R`, `K`, `G`, `D` as in
-`jkv.attention.call`.
+`jkv.attention.backend`.
 """
 
 import dataclasses
@@ -19,15 +19,9 @@ from jax import lax
 
 from jkv.attention.choice import choose_platform
 from jkv.attention.softmax import HIDDEN
-from jkv.attention.xla.lanes import (
-    cap_scores,
-    divide_up,
-    multiply,
-    set_broken_apart,
-)
-from jkv.indexing import gather
+from jkv.attention.xla.tiles import cap_scores, divide_up, multiply, set_broken_apart
 from jkv.masks import StepMask
-from jkv.sharding.loops import vary_over, varying_axes
+from jkv.operations import gather, vary_over, varying_axes
 
 # More rows waste less of a band, fewer skip more of a step.
 _TILE_ROWS = 64

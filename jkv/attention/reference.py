@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend, DeviceType
-from jkv.attention.call import Call, Pools, Stored, check_call
+from jkv.attention.backend import Backend, Call, DeviceType, Pools, Stored, check_call
 from jkv.formats.format import multiply_out
 
 

@@ -13,9 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Requests
-from jkv.indexing import gather
-from jkv.sharding.loops import fori_loop, is_manual, vary_over, varying_axes, while_loop
+from jkv.attention.backend import Requests
+from jkv.operations import (
+    fori_loop,
+    gather,
+    is_manual,
+    vary_over,
+    varying_axes,
+    while_loop,
+)
 
 # Columns of the tables compared in one trip.
 _COLUMNS = 64
@@ -71,17 +77,21 @@ def _find_candidates(
     requests: Requests, owners: jax.Array, block_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return each request's row and first block, and if that block is shared."""
-    row, is_asked = _find_rows(requests, block_size)
+    row, is_candidate = _find_rows(requests, block_size)
     # The barriers keep XLA on CPU from fusing both gathers into a parallel task.
     first_block = lax.optimization_barrier(gather(requests.block_tables[:, 0], row))
     num_owners = lax.optimization_barrier(gather(owners, first_block))
-    return row, first_block, is_asked & (num_owners > 1)
+    return row, first_block, is_candidate & (num_owners > 1)
 
 
 def _find_rows(requests: Requests, block_size: int) -> tuple[jax.Array, jax.Array]:
     """Return each request's table row, and if it is decoding with a whole block."""
-    is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
-    return jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1), is_asked
+    is_candidate = (requests.query_lengths == 1) & (
+        requests.context_lengths > block_size
+    )
+    return jnp.clip(
+        requests.seq_ids, 0, requests.block_tables.shape[0] - 1
+    ), is_candidate
 
 
 def _none(num_requests: int) -> SharedPrefixes:

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather, scatter
-from jkv.sharding.processes import bring, find_shared_mesh
+from jkv.operations import gather, scatter
+from jkv.sharding.processes import bring
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
     StorageSharding,
+    find_shared_mesh,
     with_copies_of_heads,
     without_copies_of_heads,
 )

@@ -13,10 +13,16 @@ import numpy as np
 from jkv.blocks import pruning, sharing
 from jkv.blocks.sharing import BlockCopies
 from jkv.blocks.swapped import SwapInBlocks, SwappedGroup, fetch_group
-from jkv.indexing import gather, scatter, scatter_add
-from jkv.metadata import allocator, ring, tables
-from jkv.metadata.lanes import Entries, for_each_entry, list_entries
+from jkv.metadata import allocator, tables
 from jkv.metadata.part import Demand, Granted, Lengths, Masks, Selection, Served, Step
+from jkv.operations import (
+    Entries,
+    for_each_entry,
+    gather,
+    list_entries,
+    scatter,
+    scatter_add,
+)
 from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
 from jkv.state.index import Found
 
@@ -55,8 +61,10 @@ def _reserve(
     A row of S or above is dropped.
     """
     num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
-    metadata, before = allocator.take(metadata, number, num_taken)
     group = metadata.groups[number]
+    most = num_fresh.shape[0] * group.max_blocks_per_sequence
+    most = min(group.num_blocks, most)
+    metadata, taken = allocator.take(metadata, number, num_taken, most)
     mapped = scatter(group.num_mapped_blocks, row, first + num_fresh)
     metadata = metadata.changed(number, num_mapped_blocks=mapped)
 
@@ -64,11 +72,10 @@ def _reserve(
     def reserve(metadata: Metadata, at: Entries) -> Metadata:
         table_row = jnp.where(at.valid, gather(row, at.request), metadata.max_sequences)
         column = gather(first, at.request) + at.rank
-        block = ring.peek(before, at.number)
+        block = taken.peek(at.number)
         return allocator.enter(metadata, number, table_row, column, block)
 
-    most = num_fresh.shape[0] * group.max_blocks_per_sequence
-    return for_each_entry(num_fresh, min(group.num_blocks, most), reserve, metadata)
+    return for_each_entry(num_fresh, most, reserve, metadata)
 
 
 class Growing(NamedTuple):
@@ -240,8 +247,9 @@ class Entering(NamedTuple):
         mapped = served[:, None] & (to_enter.block_tables < to_enter.num_blocks)
         num_taken = jnp.where(jnp.any(served), to_enter.num_blocks, 0)
         # Local block numbers are the order in which the blocks leave the pool.
-        metadata, before = allocator.take(metadata, number, num_taken)
-        block = jnp.where(mapped, ring.peek(before, to_enter.block_tables), nothing)
+        most = min(nothing, to_enter.block_tables.size)
+        metadata, taken = allocator.take(metadata, number, num_taken, most)
+        block = jnp.where(mapped, taken.peek(to_enter.block_tables), nothing)
         first = jnp.where(to_enter.is_first, block, nothing)
         metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
 
@@ -287,7 +295,7 @@ class Blocks(NamedTuple):
         group, of_group = metadata.groups[self.number], found.groups[self.number]
         size = group.block_size
         total = tables.num_blocks_for(num_tokens, size)
-        cached = tables.num_blocks_for(found.num_tokens(size), size)
+        cached = tables.num_blocks_for(found.num_copied(size), size)
         fresh = jnp.maximum(
             group.window.to_reserve(total, found.num_blocks, of_group.gap, size),
             cached - found.num_blocks,

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.blocks.row_copies import RowCopies
-from jkv.indexing import gather, scatter
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Demand, Masks, Selection, Served
-from jkv.metadata.xla_cpu import divide
+from jkv.operations import divide, gather, scatter
 from jkv.state import BlockGroup, Metadata
 from jkv.state.windows import Columns
 
@@ -75,6 +74,8 @@ class _Kept(NamedTuple):
 
 def _find_kept(group: BlockGroup, number: int, selection: Selection) -> _Kept:
     """Return the rows that a group keeps: the selected ones, or its window's."""
+    if selection.rewritten is not None:
+        return _keep_all(group, selection)
     size, num_columns = group.block_size, group.max_blocks_per_sequence
     num_columns = min(-(-selection.width // size), num_columns)
     slot = jnp.arange(num_columns * size, dtype=jnp.int32)[None]
@@ -97,6 +98,17 @@ def _find_kept(group: BlockGroup, number: int, selection: Selection) -> _Kept:
         is_needed.reshape(-1, num_columns, size),
         gap,
     )
+
+
+def _keep_all(group: BlockGroup, selection: Selection) -> _Kept:
+    """Return all rows of the mapped blocks, where they are."""
+    size, num_columns = group.block_size, group.max_blocks_per_sequence
+    table = gather(group.block_tables, selection.seq_ids)
+    slot = jnp.arange(num_columns * size, dtype=jnp.int32).reshape(1, -1, size)
+    is_needed = (table < group.num_blocks)[:, :, None]
+    is_needed = is_needed & (slot < selection.num_kept[:, None, None])
+    slots = jnp.where(is_needed, slot, 0)[:, None]
+    return _Kept(slots, is_needed, group.window.gaps_of(selection.seq_ids))
 
 
 class _Moves(NamedTuple):
@@ -134,6 +146,8 @@ def _find_moves(
     stays = is_whole & (source == column)
     # Rows are appended to a tail; a cached block needs its parent before it.
     is_full = column < divide(selection.num_kept, size)[0][:, None]
+    if selection.rewritten is not None:
+        is_full = stays = ~selection.rewritten
     is_own = _count_references(group, block) == 1
     is_known = index.knows(metadata, number, block)
     intact = jnp.cumprod(stays & is_full, axis=1, dtype=jnp.int32) > 0

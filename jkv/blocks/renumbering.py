@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
-from jkv.metadata import lanes, requests, ring
-from jkv.metadata.xla_cpu import running_sum
+from jkv.metadata import requests, ring
+from jkv.operations import gather, is_first, running_sum, scatter
 from jkv.state import BlockGroup, Metadata
 from jkv.status import Counter
 
@@ -22,9 +21,9 @@ def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
     """
     num_blocks = group.num_blocks
     entries = group.block_tables.reshape(-1)
-    is_first = lanes.is_first(entries, num_blocks) & (entries < num_blocks)
+    firsts = is_first(entries, num_blocks) & (entries < num_blocks)
     blocks = jnp.zeros((num_blocks,), jnp.int32)
-    blocks, num_live = _extend(blocks, jnp.int32(0), entries, is_first)
+    blocks, num_live = _extend(blocks, jnp.int32(0), entries, firsts)
     ids, num_free = ring.in_order(group.free_blocks)
     is_free = jnp.arange(num_blocks, dtype=jnp.int32) < num_free
     return _extend(blocks, num_live, ids, is_free)[0], num_live

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 
 from jkv.blocks.sharing import may_copy
 from jkv.formats.format import Formats, name_parts, parts_of
-from jkv.indexing import gather, scatter
-from jkv.metadata.xla_cpu import divide
-from jkv.sharding.loops import fori_loop
+from jkv.operations import divide, fori_loop, gather, scatter
 from jkv.sharding.storage_sharding import (
     POOL,
     POOL_HEADS,

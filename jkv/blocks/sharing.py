@@ -11,12 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, tables
-from jkv.metadata.lanes import Entries, for_each_entry
 from jkv.metadata.part import Lengths, Served
-from jkv.metadata.xla_cpu import divide, running_sum
-from jkv.sharding.loops import fori_loop
+from jkv.operations import (
+    Entries,
+    divide,
+    for_each_entry,
+    fori_loop,
+    gather,
+    running_sum,
+    scatter,
+    scatter_add,
+)
 from jkv.state import BlockGroup, BlockStorage, Metadata
 from jkv.state.index import Found
 from jkv.state.windows import Columns

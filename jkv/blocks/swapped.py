@@ -10,7 +10,7 @@ import numpy as np
 from jkv.blocks import contents
 from jkv.blocks.contents import Contents
 from jkv.formats.format import Formats
-from jkv.formats.table import formats_of
+from jkv.formats.table import FORMATS
 from jkv.state import BlockGroup, Cache
 
 
@@ -46,7 +46,7 @@ class SwappedGroup:
     @property
     def formats(self) -> Formats:
         """Storage formats of keys and values."""
-        return formats_of(self.dtype, self.value_dtype)
+        return Formats(FORMATS[self.dtype], FORMATS[self.value_dtype])
 
     @property
     def num_filled_blocks(self) -> int:

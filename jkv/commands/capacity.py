@@ -399,8 +399,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--model", required=True, help="a checkpoint's folder, or a GGUF file"
     )
     parser.add_argument("--memory", required=True, help="of each device: 192GiB, 80GB")
-    for name, (kind, said) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind, metavar="VALUE", help=said)
+    for name, (kind, help_text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, metavar="VALUE", help=help_text)
     parser.add_argument("--prefix-caching", action="store_true")
     options = vars(parser.parse_args(arguments))
     folder, memory = options.pop("model"), options.pop("memory")

@@ -39,18 +39,18 @@ def ask(
     left = list(names)
     preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while left and find_limit() > 0:
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
             child = subprocess.Popen(
                 [*command, *left],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=output,
                 text=True,
                 start_new_session=True,
                 env=os.environ | preallocate | dict(environment or {}),
             )
             try:
-                for found in _listen(child, left, find_limit, said):
+                for found in _listen(child, left, find_limit, output):
                     left.pop(0)
                     yield found
             finally:
@@ -73,7 +73,7 @@ def _listen(
     child: "subprocess.Popen[str]",
     names: Sequence[str],
     find_limit: Callable[[], float],
-    said: IO[str],
+    output: IO[str],
 ) -> Iterator[Answer]:
     """Yield a child's results; the last is a failure if the child ended."""
     lines: queue.Queue[str] = queue.Queue()
@@ -88,17 +88,17 @@ def _listen(
                 yield Answer(name, "FAILED", detail)
                 return
         if not line:
-            yield Answer(name, "FAILED", _describe_end(child, said))
+            yield Answer(name, "FAILED", _describe_end(child, output))
             return
         yield Answer(name, **json.loads(line))
 
 
-def _describe_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
+def _describe_end(child: "subprocess.Popen[str]", output: IO[str]) -> str:
     """Describe the end of a child that printed no result."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=1.0)
-    said.seek(0)
-    lines = [line.strip() for line in said if line.strip()][-3:]
+    output.seek(0)
+    lines = [line.strip() for line in output if line.strip()][-3:]
     status = child.returncode
     if status is not None and status < 0:
         return " | ".join([f"crashed: {signal.Signals(-status).name}", *lines])

@@ -70,7 +70,7 @@ def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
         "a tall product": multiply_tall,
         "a donated step in place": bookkeeping.check_in_place,
         **{f"kernel: {name}": each for name, each in _list_kernels(is_on_cpu)},
-        "generate": compare_texts,
+        "generate": compare_completions,
     }
     if not is_on_cpu:
         cases = correctness.select_cases("triton", is_quick=True)
@@ -150,13 +150,13 @@ def multiply_tall() -> None:
         raise ValueError(f"{wrong.size} of {rows} rows differ, from {wrong[0]} on")
 
 
-def compare_texts() -> str:
+def compare_completions() -> str:
     """Generate from a prompt with the bundled model, on the device and on the CPU."""
     program = pathlib.Path(jkv.__file__).parents[1] / "examples" / "generate.py"
     if not program.exists():
         raise NotImplementedError("the bundled model requires a checkout")
     precise = os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    texts = []
+    completions = []
     for environment in (precise, precise | {"JAX_PLATFORMS": "cpu"}):
         ran = subprocess.run(
             [sys.executable, str(program), *PROMPT],
@@ -165,12 +165,12 @@ def compare_texts() -> str:
             text=True,
         )
         if ran.returncode:
-            said = ran.stderr.strip().splitlines() or [""]
-            raise ValueError(f"ended with status {ran.returncode}: {said[-1]}")
-        texts.append(json.loads(ran.stdout.splitlines()[-1])["text"])
-    if texts[0] != texts[1]:
-        raise ValueError(f"{texts[0]!r} instead of {texts[1]!r}")
-    return f"{texts[0]!r}"
+            errors = ran.stderr.strip().splitlines() or [""]
+            raise ValueError(f"ended with status {ran.returncode}: {errors[-1]}")
+        completions.append(json.loads(ran.stdout.splitlines()[-1])["text"])
+    if completions[0] != completions[1]:
+        raise ValueError(f"{completions[0]!r} instead of {completions[1]!r}")
+    return f"{completions[0]!r}"
 
 
 def compare_bits(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,22 +1,28 @@
 """Report of the doctor's results and progress, printed as they arrive."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import getpass
 import json
+import os
 import pathlib
 import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jkv.commands.exiting import FAILED, INTERRUPTED
 
 # Longer strings are truncated in a written report.
 MOST_LETTERS = 2000
+# Comparisons compile on this many threads at most, each with a program in memory.
+MOST_THREADS = 16
+PROGRESS_SECONDS = 15  # between lines of progress
+LEAST_SHARE = 0.1  # of the comparisons, before their rate is an estimate
 
 _PATH = re.compile(
     r"(?<![\w/.-])(?:[A-Za-z]:[\\/]|~?/|\.\.?/)[\w.+@~-]+(?:[\\/][\w.+@~-]*)+"
@@ -89,31 +95,37 @@ class Report:
             print(f"could not write the report: {error}", file=sys.stderr)
 
 
+# Result of a check by name, as `judge` returns it.
+Judged: TypeAlias = tuple[str, tuple[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A group of checks."""
 
     title: str
-    cost: int  # rough seconds
     checks: Callable[[Report], None] | Mapping[str, Try]
     of: str = ""  # common name, for reporting successful checks in one line
 
+    @property
+    def comparisons(self) -> Mapping[str, Try]:
+        """Independent checks that mostly compile, and may run side by side."""
+        return {} if callable(self.checks) or not self.of else self.checks
+
     def run(self, report: Report) -> None:
+        """Run the checks in order, and add each result."""
         if callable(self.checks):
             self.checks(report)
-        elif self.of:
-            self._run_together(report, self.checks)
         else:
             for name, attempt in self.checks.items():
                 verdict, found = judge(attempt)
                 report.add(verdict, name, say(found))
 
-    def _run_together(self, report: Report, tries: Mapping[str, Try]) -> None:
-        """Report each failure, and all successes in one line."""
+    def add_together(self, report: Report, judged: Iterable[Judged]) -> None:
+        """Add each failure, and all successes in one line."""
         refused: dict[str, list[str]] = {}
         agreed = []
-        for name, attempt in tries.items():
-            verdict, found = judge(attempt)
+        for name, (verdict, found) in judged:
             if verdict == "FAILED":
                 report.add(verdict, f"{self.of}, {name}", found)
             elif verdict == "ok":
@@ -126,31 +138,89 @@ class Step:
             report.add("ok", f"{self.of}: {len(agreed)} cases", say(max(agreed)))
 
 
+class Comparisons:
+    """The comparisons of several steps, run side by side in threads.
+
+    Compiling takes nearly all of their time, and releases Python's lock. Comparisons of
+    all steps are mixed evenly, so that the number of those done tells the time left.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        """Start the comparisons."""
+        threads = min(os.cpu_count() or 1, MOST_THREADS)
+        self._executor = concurrent.futures.ThreadPoolExecutor(threads)
+        self._began = time.monotonic()
+        order = sorted(
+            ((index + 0.5) / len(step.comparisons), number, name)
+            for number, step in enumerate(steps)
+            for index, name in enumerate(step.comparisons)
+        )
+        self._futures: dict[tuple[str, str], concurrent.futures.Future[Any]] = {
+            (steps[number].title, name): self._executor.submit(
+                judge, steps[number].comparisons[name]
+            )
+            for _, number, name in order
+        }
+
+    def results_of(self, step: Step) -> Iterator[Judged]:
+        """Wait for the results of a step, and print how many of all are there."""
+        for name in step.comparisons:
+            future = self._futures[step.title, name]
+            while not concurrent.futures.wait([future], timeout=PROGRESS_SECONDS).done:
+                print(f"  {self.progress}", flush=True)
+            yield name, future.result()
+
+    @property
+    def num_done(self) -> int:
+        """Number of comparisons that have ended."""
+        return sum(each.done() for each in self._futures.values())
+
+    @property
+    def time_left(self) -> str:
+        """The estimated time until the last one ends; empty without an estimate."""
+        done, total = self.num_done, len(self._futures)
+        if done == total or done < LEAST_SHARE * total:
+            return ""
+        seconds = (time.monotonic() - self._began) * (total - done) / done
+        return f", about {format_duration(seconds)} left"
+
+    @property
+    def progress(self) -> str:
+        """Number of comparisons done, and the time left."""
+        return f"{self.num_done} of {len(self._futures)} comparisons{self.time_left}"
+
+    def stop(self) -> None:
+        """Cancel the comparisons that have not started; do not wait for the others."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
 def run_checks(report: Report, steps: list[Step]) -> None:
-    """Run all steps, printing each title with the estimated time left.
+    """Run all steps in order, printing each title; comparisons run side by side.
 
     Ctrl-C ends the run early; the remaining steps are reported as not checked.
     """
-    began, done = time.monotonic(), 0
-    total = sum(step.cost for step in steps)
-    for number, step in enumerate(steps, 1):
-        left = ""
-        if done:
-            seconds = (time.monotonic() - began) * (total - done) / done
-            left = f", about {format_duration(seconds)} left"
-        print(f"{step.title} ({number} of {len(steps)}{left})", flush=True)
-        before = len(report.findings)
-        try:
-            step.run(report)
-        except KeyboardInterrupt:
-            report.was_interrupted = True
-            for missed in steps[number - 1 :]:
-                report.add("not checked", missed.title, "interrupted")
-            return
-        finally:
-            for finding in report.findings[before:]:
-                finding["step"] = step.title
-        done += step.cost
+    comparisons: Comparisons | None = None
+    with contextlib.ExitStack() as stack:
+        for number, step in enumerate(steps, 1):
+            if step.comparisons and comparisons is None:
+                comparisons = Comparisons([each for each in steps if each.comparisons])
+                stack.callback(comparisons.stop)
+            left = "" if comparisons is None else comparisons.time_left
+            print(f"{step.title} ({number} of {len(steps)}{left})", flush=True)
+            before = len(report.findings)
+            try:
+                if step.comparisons and comparisons is not None:
+                    step.add_together(report, comparisons.results_of(step))
+                else:
+                    step.run(report)
+            except KeyboardInterrupt:
+                report.was_interrupted = True
+                for missed in steps[number - 1 :]:
+                    report.add("not checked", missed.title, "interrupted")
+                return
+            finally:
+                for finding in report.findings[before:]:
+                    finding["step"] = step.title
 
 
 def clean(value: Any) -> Any:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.choice import find_stores
-from jkv.attention.slots import SlotWrite, scatter
+from jkv.attention.backend import SlotWrite
+from jkv.attention.choice import find_stores, scatter
 from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Try
 from jkv.formats.format import Formats, name_parts

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # imported on first use
     from jkv.config.counts import human_bytes, parse_bytes
     from jkv.config.families import (
         BOTH,
+        BOTH_WINDOWED,
         FAMILIES,
         FULL,
         STATE,
@@ -49,8 +50,8 @@ __getattr__ = imports_later(
         "jkv.config.cache_config": "CacheConfig",
         "jkv.config.counts": "human_bytes parse_bytes",
         "jkv.config.families": (
-            "BOTH FAMILIES FULL Family STATE WINDOWED all_windowed early_windowed "
-            "find_family late_windowed"
+            "BOTH BOTH_WINDOWED FAMILIES FULL Family STATE WINDOWED all_windowed "
+            "early_windowed find_family late_windowed"
         ),
         "jkv.config.gguf_file": "GGUFile SUFFIX describe_model find_file read_file",
         "jkv.config.grouped_config": "GroupedConfig as_grouped",
@@ -64,6 +65,7 @@ __getattr__ = imports_later(
 
 __all__ = [
     "BOTH",
+    "BOTH_WINDOWED",
     "FAMILIES",
     "FULL",
     "STATE",

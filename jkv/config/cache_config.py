@@ -74,6 +74,12 @@ class CacheConfig:
       num_sink_tokens: first tokens of each sequence that are exempt from the window.
       pruning: sequences can drop tokens from their middle (`prune`). Takes 8 bytes per
         sequence. The same in all groups of a `GroupedConfig`.
+      observed_queries: newest queries of each sequence to store (`observe`), for rules
+        of `jkv.press` that need them. In layers without a sliding window they take
+        `num_query_heads * head_dim` elements each per layer and sequence, in the keys'
+        dtype, or bfloat16 if that is shorter.
+      num_query_heads: query heads of the observed queries, a multiple of
+        `num_kv_heads`; None for the same number.
 
     Raises:
       ValueError: a size out of range, or an inconsistent combination of fields.
@@ -104,6 +110,8 @@ class CacheConfig:
     num_sink_tokens: int = 0
     keep_classes: int = 1
     pruning: bool = False
+    observed_queries: int = 0
+    num_query_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -127,6 +135,8 @@ class CacheConfig:
         )
         object.__setattr__(self, "sliding_window", window)
         object.__setattr__(self, "num_sink_tokens", sinks)
+        if self.observed_queries != 0 or self.num_query_heads is not None:
+            self._check_observed()
         assert self.value_head_dim is not None
         if self.values_in_keys and self.value_head_dim > self.head_dim:
             raise ValueError(
@@ -140,6 +150,23 @@ class CacheConfig:
             )
         self.sizes.lay_out_storage()
         counts.check_tables(self.max_sequences, self.max_blocks_per_sequence)
+
+    def _check_observed(self) -> None:
+        """Check the number of queries, and that the kv heads divide the query heads."""
+        if self.observed_queries != 0:
+            count = counts.checked_count("observed_queries", self.observed_queries)
+            object.__setattr__(self, "observed_queries", count)
+        if self.num_query_heads is None:
+            if self.observed_queries:
+                object.__setattr__(self, "num_query_heads", self.num_kv_heads)
+            return
+        heads = counts.checked_count("num_query_heads", self.num_query_heads)
+        object.__setattr__(self, "num_query_heads", heads)
+        if heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads must be a multiple of num_kv_heads "
+                f"{self.num_kv_heads}, got {heads}; pass the model's query heads"
+            )
 
     @property
     def is_quantized(self) -> bool:

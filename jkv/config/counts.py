@@ -18,6 +18,9 @@ MAX_COUNT = 2**30 - 1
 # Programs that allocate blocks contain code for each class.
 MOST_CLASSES = 8
 
+# Entries of a row of the prefix index's hash table.
+ROW_SIZE = 12
+
 # Fields of a configuration without a prefix index.
 WITHOUT_INDEX: dict[str, Any] = {"prefix_caching": False, "keep_classes": 1}
 
@@ -204,8 +207,8 @@ def parse_bytes(
     unit = (match[2] or "b") if match else ""
     if match is None or unit not in _FACTORS:
         raise ValueError(
-            f"{text!r} is no number of bytes; write a count, or a number with a unit: "
-            f"B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024)"
+            f"{text!r} is not a number of bytes; write a count, or a number with a "
+            f"unit: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024)"
         )
     # Ints stay exact at any size.
     number = match[1].replace("_", "")

@@ -19,6 +19,7 @@ Namer: TypeAlias = Callable[[Model, range], list[str] | None]
 FULL, WINDOWED = "full_attention", "sliding_attention"
 # Recurrent-state layers without and with attention.
 STATE, BOTH = "linear_attention", "attention_and_state"
+BOTH_WINDOWED = "windowed_attention_and_state"
 
 # Keys of a nested language model, as used by the models' authors.
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -32,6 +33,11 @@ def full_first_of(step: int) -> Namer:
 def all_windowed(_: Model, layers: range) -> list[str]:
     """Name all layers as windowed."""
     return _mark(layers, ())
+
+
+def all_full(_: Model, layers: range) -> list[str]:
+    """Name all layers as without a window."""
+    return _mark(layers, layers)
 
 
 def late_windowed(model: Model, layers: range) -> list[str]:
@@ -71,12 +77,42 @@ def all_states(_: Model, layers: range) -> list[str]:
     return _mark(layers, (), STATE)
 
 
-def _falcon_h1(_: Model, layers: range) -> list[str]:
+def all_both(_: Model, layers: range) -> list[str]:
+    """Name all layers as having attention and a state."""
     return [BOTH for _ in layers]
+
+
+def _bailing_hybrid(model: Model, layers: range) -> list[str]:
+    step = model.get("layer_group_size") or 6
+    return _mark(layers, layers[step - 1 :: step], STATE)
 
 
 def _bamba(model: Model, layers: range) -> list[str]:
     return _mark(layers, model.get("attn_layer_indices") or (), STATE)
+
+
+def _cohere2_moe(model: Model, layers: range) -> list[str]:
+    # The first layers, without experts, count their windows by themselves.
+    first = model.get("first_k_dense_replace") or 0
+    patterns = (
+        (layers[:first], model.get("prefix_dense_sliding_window_pattern") or 1),
+        (layers[: len(layers) - first], model.get("sliding_window_pattern") or 4),
+    )
+    return [
+        WINDOWED if (layer + 1) % every else FULL
+        for part, every in patterns
+        for layer in part
+    ]
+
+
+def _lfm3(_: Model, layers: range) -> list[str]:
+    kinds = [WINDOWED, "conv", FULL, "conv"]
+    return ["conv" if layer == 0 else kinds[layer % 4] for layer in layers]
+
+
+def _muse_glimmer(_: Model, layers: range) -> list[str]:
+    # Every fourth layer, counted from the last.
+    return _mark(layers, layers[::-4])
 
 
 def _jamba(model: Model, layers: range) -> list[str]:
@@ -135,6 +171,8 @@ class Family(NamedTuple):
     # attention, unless config.json has another number.
     kinds: Namer | None = None
     state: Callable[[Model], LayerState] | None = None  # of recurrent-state layers
+    # The kinds of layers, by names of the model type's own in `layer_types`.
+    own_kinds: Mapping[str, str] = {}
     full_every: int | None = None
     first_is_full: bool = False  # the first (last) layer has full attention, too
     last_is_full: bool = False
@@ -167,12 +205,19 @@ OFF_AND_LATE = OFF | {"max_window_layers": 28}
 # Keys are model types of transformers; tests compare with the installed version.
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(full_every=4),
+    "bailing_hybrid": Family(
+        kv_heads=32,
+        more=LATENT,
+        kinds=_bailing_hybrid,
+        state=states.read_ling3,
+    ),
     "bamba": Family(kv_heads=8, kinds=_bamba, state=states.read_bamba),
     "cohere2": Family(
         window=4096,
         sizes=Sizes(layers=40, heads=64, kv_heads=64, hidden=8192, context=8192),
         full_every=4,
     ),
+    "cohere2_moe": Family(head_dim=128, window=4096, kinds=_cohere2_moe),
     "cwm": Family(kinds=full_first_of(4)),
     "deepseek_v2": Family(
         more=LATENT,
@@ -190,7 +235,7 @@ FAMILIES: dict[str, Family] = {
         sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048),
         full_every=4,
     ),
-    "falcon_h1": Family(kv_heads=8, kinds=_falcon_h1, state=states.read_falcon_h1),
+    "falcon_h1": Family(kv_heads=8, kinds=all_both, state=states.read_falcon_h1),
     "falcon_mamba": Family(kinds=all_states, state=states.read_plain_mamba1),
     "gemma": Family(
         head_dim=256,
@@ -248,8 +293,12 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(kinds=all_states, state=states.read_bamba),
     "jamba": Family(kv_heads=8, kinds=_jamba, state=states.read_jamba),
     "kimi_linear": Family(more=LATENT, kinds=_kimi_linear, state=states.read_kimi),
+    "laguna": Family(kv_heads=8, head_dim=128, window=512, kinds=all_full),
     "lfm2": Family(kv_heads=8, state=states.read_lfm2),
     "lfm2_moe": Family(kv_heads=8, state=states.read_lfm2),
+    "lfm3": Family(
+        kv_heads=4, head_dim=128, window=256, kinds=_lfm3, state=states.read_lfm3
+    ),
     "llama": Family(
         sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048)
     ),
@@ -259,6 +308,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mamba": Family(kinds=all_states, state=states.read_plain_mamba1),
     "mamba2": Family(kinds=all_states, state=states.read_plain_mamba2),
+    "mellum": Family(kv_heads=4, head_dim=128, window=1024, kinds=all_full),
     "mimo_v2_flash": Family(
         kv_heads=4,
         head_dim=192,
@@ -289,6 +339,13 @@ FAMILIES: dict[str, Family] = {
         kv_heads=8,
         sizes=Sizes(layers=32, heads=32, kv_heads=8, hidden=4096, context=131_072),
         kinds=all_windowed,
+    ),
+    "muse_glimmer_text": Family(
+        kv_heads=2,
+        head_dim=128,
+        window=2048,
+        sizes=Sizes(layers=52, heads=32, kv_heads=2, hidden=6656, context=131_072),
+        kinds=_muse_glimmer,
     ),
     "nemotron_h": Family(
         kv_heads=8, head_dim=128, kinds=_nemotron_h, state=states.read_nemotron_h
@@ -357,6 +414,13 @@ FAMILIES: dict[str, Family] = {
         kinds=turned_windowed(False),
     ),
     "vaultgemma": Family(full_every=2),
+    "zaya": Family(
+        kv_heads=2,
+        head_dim=128,
+        kinds=all_both,
+        state=states.read_zaya,
+        own_kinds={"hybrid": BOTH, "hybrid_sliding": BOTH_WINDOWED},
+    ),
 }
 
 
@@ -393,6 +457,6 @@ def find_text_part(raw: dict[str, Any]) -> TextPart:
     }
     notes = [f"the cache is that of the language model, {name} in config.json"]
     if filled:
-        said = ", ".join(f"{size} {value}" for size, value in filled.items())
-        notes.append(f"{name} leaves out {said}: taken from transformers")
+        settings = ", ".join(f"{size} {value}" for size, value in filled.items())
+        notes.append(f"{name} leaves out {settings}: taken from transformers")
     return TextPart(filled | model, around, notes)

@@ -129,7 +129,7 @@ def read_file(path: Path) -> GGUFile:
       ValueError: a damaged file, or metadata of wrong types.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there")
+        raise FileNotFoundError(f"{path} does not exist")
     paths = _find_parts(path)
     heads = [_read_head(each) for each in paths]
     if str(heads[0][0].get("general.architecture")) in MODEL_TYPES:
@@ -187,7 +187,7 @@ def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
     if start != MAGIC:
-        raise ValueError(f"{path} is no GGUF file: it begins with {start!r}")
+        raise ValueError(f"{path} is not a GGUF file: it begins with {start!r}")
     try:
         return _Reader(path).read_head()
     except (ValueError, RecursionError) as error:

@@ -131,9 +131,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object, and is no object")
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
     return raw
 
 
@@ -266,7 +266,8 @@ def _head_dim(model: dict[str, Any]) -> int:
     )
     if hidden % heads:
         raise ValueError(
-            f"a hidden size of {hidden} is no multiple of {heads} heads; give head_dim"
+            f"a hidden size of {hidden} is not a multiple of {heads} heads; give "
+            f"head_dim"
         )
     return hidden // heads
 

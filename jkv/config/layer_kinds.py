@@ -10,6 +10,7 @@ from typing import Any
 
 from jkv.config.families import (
     BOTH,
+    BOTH_WINDOWED,
     FAMILIES,
     FULL,
     STATE,
@@ -20,9 +21,9 @@ from jkv.config.families import (
 from jkv.config.layers import Heads, LayerState
 
 # Kinds of layers, as named by `layer_types` and its predecessors.
-WITH_WINDOW = {WINDOWED, "chunked_attention"}
+WITH_WINDOW = {WINDOWED, "chunked_attention", BOTH_WINDOWED}
 ATTENDING = {FULL, *WITH_WINDOW, "attention", BOTH}
-WITH_STATE = {STATE, "mamba", "mamba2", "conv", "recurrent", BOTH}
+WITH_STATE = {STATE, "mamba", "mamba2", "conv", "recurrent", BOTH, BOTH_WINDOWED}
 KNOWN = ATTENDING | WITH_STATE | {"mlp", "moe"}  # with layers that cache nothing
 
 
@@ -61,7 +62,10 @@ def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
     """Return the kind of each layer as in `layer_types`, None if unknown."""
     family, layers = find_family(model), range(num_layers)
     kinds = model.get("layer_types") or model.get("layers_block_type")
-    if not isinstance(kinds, list):
+    if isinstance(kinds, list):
+        names = [kind if isinstance(kind, str) else repr(kind) for kind in kinds]
+        kinds = [family.own_kinds.get(name, name) for name in names]
+    else:
         kinds = family.kinds and family.kinds(model, layers)
     if kinds is None:
         kinds = _name_by_keys(model, layers, family)
@@ -117,7 +121,7 @@ def list_windows(
         first = model.get("max_window_layers") or 0
         windowed = [layer >= first for layer in range(num_layers)]
     else:
-        kept = (kind for kind in kinds if kind in ATTENDING - {BOTH})
+        kept = (kind for kind in kinds if kind in ATTENDING)
         windowed = [kind in WITH_WINDOW for kind in kept]
         windowed += [False] * (num_layers - len(windowed))
     return tuple(length if each else None for each in windowed[:num_layers])
@@ -174,9 +178,11 @@ def refuse_different(layers: Sequence[Heads] | None, folder: object) -> None:
     """Reject layers with different heads, if any, for a configuration of one pool."""
     if layers is None:
         return
-    said = "; ".join(f"{n} have {heads}" for heads, n in Counter(layers).items())
+    layers_by_heads = "; ".join(
+        f"{n} have {heads}" for heads, n in Counter(layers).items()
+    )
     raise ValueError(
-        f"{folder}: its layers differ in their heads: {said}. Use "
+        f"{folder}: its layers differ in their heads: {layers_by_heads}. Use "
         f"GroupedConfig.from_model; or, for one pool, give num_kv_heads and head_dim "
         f"large enough for all"
     )

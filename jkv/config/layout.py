@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.counts import (
+    ROW_SIZE,
     ArrayLayout,
     Arrays,
     count_bytes,
@@ -25,12 +26,11 @@ from jkv.config.counts import (
 )
 from jkv.config.state_layout import StateSizes, lay_out_snapshots
 from jkv.formats.format import Formats, name_parts
-from jkv.formats.table import formats_of
+from jkv.formats.table import FORMATS
 from jkv.sharding.storage_sharding import Divided, divide_pools
 from jkv.status import NUM_COUNTERS
 
 # Entries per row of the prefix index's hash tables.
-BUCKET_SIZE, CHILDREN_SIZE = 8, 16
 
 _SEQUENCE_COLUMNS = 5  # of `jkv.state.SequenceRow`
 _INDEX_COLUMNS = 3  # of `jkv.prefixes.arrays.IndexRow`
@@ -60,6 +60,8 @@ class Sizes(NamedTuple):
     num_sink_tokens: int
     keep_classes: int
     pruning: bool
+    observed_queries: int  # W
+    num_query_heads: int | None  # H; None without observed queries
 
     @property
     def kind(self) -> str:
@@ -69,7 +71,7 @@ class Sizes(NamedTuple):
     @property
     def formats(self) -> Formats:
         """The formats of keys and values."""
-        return formats_of(self.dtype, self.value_dtype)
+        return Formats(FORMATS[self.dtype], FORMATS[self.value_dtype])
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -103,9 +105,22 @@ class Sizes(NamedTuple):
         }
         if self.sliding_window is not None:
             arrays["window.num_released"] = ArrayLayout((sequences,), _I32, fill=0)
+        if self.observed_queries and self.sliding_window is None:
+            arrays |= within("observed", self._lay_out_observed())
         if has_tokens:
             arrays["tokens"] = ArrayLayout((blocks, self.block_size), _I32, fill=-1)
         return arrays
+
+    def _lay_out_observed(self) -> Arrays:
+        """Return the arrays of `ObservedQueries`, of the keys' dtype or bfloat16."""
+        rings = self.max_sequences, self.observed_queries
+        assert self.num_query_heads is not None
+        shape = (self.num_layers, *rings, self.num_query_heads, self.head_dim)
+        dtype = jnp.dtype(jnp.bfloat16) if self.dtype.itemsize < 2 else self.dtype
+        return {
+            "queries": ArrayLayout(shape, dtype, fill=0),
+            "positions": ArrayLayout(rings, _I32, fill=-1),
+        }
 
     def lay_out_storage(self, _prefix_caching: bool = False) -> Arrays:
         """Return the arrays of a `BlockStorage` by name."""
@@ -140,6 +155,8 @@ class Sizes(NamedTuple):
         what += ["tokens recorded"] * self.record_tokens
         what += ["prefix caching"] * prefix_caching
         what += ["pruning"] * self.pruning
+        if self.observed_queries and self.sliding_window is None:
+            what.append(f"{self.observed_queries} observed queries")
         if self.keep_classes > 1:
             what.append(f"{self.keep_classes} classes of cached blocks")
         if self.sliding_window is not None:
@@ -269,8 +286,7 @@ def _lay_out_index(
     """Return the arrays of an empty `PrefixIndex`, without blocks if no leader."""
     blocks, sequences = leader.num_blocks if leader else 0, max_sequences
     arrays = {
-        "buckets": ArrayLayout((blocks, BUCKET_SIZE), _I32, fill=blocks),
-        "children": ArrayLayout((blocks, CHILDREN_SIZE), _I32, fill=blocks),
+        "table": ArrayLayout((2 * blocks, ROW_SIZE), _I32, fill=blocks),
         "hashes": ArrayLayout((blocks,), _U32, fill=0),
         "parents": ArrayLayout((blocks,), _I32, fill=blocks),
         "salts": ArrayLayout((blocks,), _I32, fill=0),

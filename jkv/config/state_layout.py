@@ -171,8 +171,8 @@ def lay_out_snapshots(sizes: StateSizes) -> Arrays:
         "num_pending": ArrayLayout(places, _I32, fill=0),
         "last_used": ArrayLayout(places, _U32, fill=0),
         "num_uses": ArrayLayout((), _U32, fill=0),
-        "texts": ArrayLayout((*places, length), _I32, fill=-1),
-        "sequence_texts": ArrayLayout((sizes.max_sequences, length), _I32, fill=-1),
+        "tokens": ArrayLayout((*places, length), _I32, fill=-1),
+        "sequence_tokens": ArrayLayout((sizes.max_sequences, length), _I32, fill=-1),
     }
 
 

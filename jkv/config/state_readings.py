@@ -148,6 +148,16 @@ def read_kimi(model: Mapping[str, Any]) -> LayerState:
     return _read_delta_rule(heads, heads, dim, dim, window, gates=dim)
 
 
+def read_lfm3(model: Mapping[str, Any]) -> LayerState:
+    return read_lfm2({"conv_L_cache": 7, **model})
+
+
+def read_ling3(model: Mapping[str, Any]) -> LayerState:
+    heads, window = _counts(model, num_attention_heads=32, short_conv_kernel_size=4)
+    dim = _count(model, "linear_head_dim", _count(model, "head_dim", 128))
+    return _read_delta_rule(heads, heads, dim, dim, window, gates=dim)
+
+
 def read_lfm2(model: Mapping[str, Any]) -> LayerState:
     """Return the state of LFM2 (https://arxiv.org/abs/2511.23404)."""
     window, hidden = _count(model, "conv_L_cache", 3), _count(model, "hidden_size")
@@ -155,6 +165,19 @@ def read_lfm2(model: Mapping[str, Any]) -> LayerState:
         (("past", Array((window - 1, hidden), None, 1)),),
         (("x", Array((hidden,), None, 0)),),
     )
+
+
+def read_zaya(model: Mapping[str, Any]) -> LayerState:
+    """Return the state of ZAYA (https://arxiv.org/abs/2510.04476)."""
+    heads, kv_heads = _counts(model, num_attention_heads=8, num_key_value_heads=2)
+    dim, first, second = _counts(model, head_dim=128, cca_time0=2, cca_time1=2)
+    channels = dict(
+        query=Array((heads, dim), None, 0),
+        key=Array((kv_heads, dim), None, 0),
+        # The half of the values that is those of the token before.
+        value=Array((kv_heads * dim // 2,)),
+    )
+    return _convolve(channels, first + second - 1, {}, {})
 
 
 def _counts(model: Mapping[str, Any], **usual: int) -> tuple[int, ...]:

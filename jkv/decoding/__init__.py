@@ -2,9 +2,9 @@
 
 Start with `generation.generate` and `scheduler.step.advance`, the step that all loops
 share: it admits and preempts sequences (`scheduler`), calls the model (`model`), draws
-the next tokens (`sampling`) under logits processors (`processors`), and verifies draft
-tokens (`speculation`). `texts` has prompts and results, `scoring` and `beams` the loops
-of their own.
+the next tokens (`sampling`) under logits processors, and verifies draft
+tokens (`speculation`). `sequences` has prompts and results, `scoring` and `beams` the
+loops of their own.
 """
 
 from typing import TYPE_CHECKING
@@ -18,25 +18,32 @@ if TYPE_CHECKING:  # imported on first use
     from jkv.decoding.extension import extend
     from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
     from jkv.decoding.generation import begin, decode, generate, prefill
+    from jkv.decoding.model.drafter import Drafter
     from jkv.decoding.model.runner import spread_row_counts
     from jkv.decoding.model.steps import GenerationConfig, Model, Roll
     from jkv.decoding.sampling.best_of import select_best
-    from jkv.decoding.sampling.draws import filter_logits, sample
-    from jkv.decoding.sampling.options import Sampling, spread_seeds
+    from jkv.decoding.sampling.draws import (
+        Sampling,
+        filter_logits,
+        sample,
+        spread_seeds,
+    )
     from jkv.decoding.scheduler.admission import add_prompts
     from jkv.decoding.scheduler.release import cancel, preempt
     from jkv.decoding.scheduler.state import GenerationState
     from jkv.decoding.scoring.scores import score
-    from jkv.decoding.speculation.options import DraftModel, PromptLookup
-    from jkv.decoding.texts.prompts import Prompts
-    from jkv.decoding.texts.results import (
+    from jkv.decoding.sequences.prompts import Prompts
+    from jkv.decoding.sequences.results import (
         BeamSearch,
         BeamStatistics,
         FinishReason,
         Generation,
         Statistics,
     )
-    from jkv.decoding.texts.trajectory_tree import TrajectoryTree
+    from jkv.decoding.sequences.trajectory_tree import TrajectoryTree
+    from jkv.decoding.speculation.draft_model import DraftModel
+    from jkv.decoding.speculation.draft_step import DraftStep
+    from jkv.decoding.speculation.prompt_lookup import PromptLookup
 
 __getattr__ = imports_later(
     __name__,
@@ -47,21 +54,23 @@ __getattr__ = imports_later(
         "jkv.decoding.extension": "extend",
         "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
         "jkv.decoding.generation": "begin decode generate prefill",
+        "jkv.decoding.model.drafter": "Drafter",
         "jkv.decoding.model.runner": "spread_row_counts",
         "jkv.decoding.model.steps": "GenerationConfig Model Roll",
         "jkv.decoding.sampling.best_of": "select_best",
-        "jkv.decoding.sampling.draws": "filter_logits sample",
-        "jkv.decoding.sampling.options": "Sampling spread_seeds",
+        "jkv.decoding.sampling.draws": "Sampling filter_logits sample spread_seeds",
         "jkv.decoding.scheduler.admission": "add_prompts",
         "jkv.decoding.scheduler.release": "cancel preempt",
         "jkv.decoding.scheduler.state": "GenerationState",
         "jkv.decoding.scoring.scores": "score",
-        "jkv.decoding.speculation.options": "DraftModel PromptLookup",
-        "jkv.decoding.texts.prompts": "Prompts",
-        "jkv.decoding.texts.results": (
+        "jkv.decoding.speculation.draft_model": "DraftModel",
+        "jkv.decoding.speculation.draft_step": "DraftStep",
+        "jkv.decoding.speculation.prompt_lookup": "PromptLookup",
+        "jkv.decoding.sequences.prompts": "Prompts",
+        "jkv.decoding.sequences.results": (
             "BeamSearch BeamStatistics FinishReason Generation Statistics"
         ),
-        "jkv.decoding.texts.trajectory_tree": "TrajectoryTree",
+        "jkv.decoding.sequences.trajectory_tree": "TrajectoryTree",
     },
 )
 
@@ -69,6 +78,8 @@ __all__ = [
     "BeamSearch",
     "BeamStatistics",
     "DraftModel",
+    "DraftStep",
+    "Drafter",
     "ExactDifference",
     "ExactReport",
     "FinishReason",

@@ -18,11 +18,11 @@ from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.steps import ExactShape, GenerationConfig, Model
+from jkv.decoding.sampling.draws import GREEDY, Sampling
 from jkv.decoding.sampling.next_token import sampling_of
-from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.scoring.scores import score
-from jkv.decoding.texts.results import Generation
-from jkv.metadata.requests import Texts, as_prompts
+from jkv.decoding.sequences.results import Generation
+from jkv.metadata.requests import IntegerRows, as_prompts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.states.verbs import read_state
@@ -88,7 +88,7 @@ def check_exact(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts,  # i32[B, P]
+    prompts: IntegerRows,  # i32[B, P]
     *,
     max_new_tokens: int = 8,
     sampling: Sampling = GREEDY,
@@ -129,9 +129,9 @@ def check_exact(
     """
     generation_config = GenerationConfig(max_new_tokens, exact=exact)
     rows = np.asarray(as_prompts(prompts, "prompts")).tolist()
-    texts = [[token for token in row if token >= 0] for row in rows]
-    player = _Player(model, params, cache, texts, generation_config, sampling)
-    numbers = list(range(len(texts)))
+    sequences = [[token for token in row if token >= 0] for row in rows]
+    player = _Player(model, params, cache, sequences, generation_config, sampling)
+    numbers = list(range(len(sequences)))
     known = player.extend(numbers)
     plays: dict[str, Callable[[], list[_Played]]] = {
         "reverse order": lambda: player.extend(numbers[::-1]),
@@ -156,7 +156,7 @@ class _Player(NamedTuple):
     model: Model
     params: Any
     cache: Cache
-    texts: list[list[int]]
+    sequences: list[list[int]]
     generation_config: GenerationConfig
     sampling: Sampling
 
@@ -174,14 +174,14 @@ class _Player(NamedTuple):
     def _extend(
         self, cache: Cache, chosen: list[int]
     ) -> tuple[Cache, Generation, jax.Array]:
-        given = [self.texts[i] for i in chosen]
+        given = [self.sequences[i] for i in chosen]
         cache, opened = raise_for_status(
-            allocate(cache, [len(text) - 1 for text in given], tokens=given)
+            allocate(cache, [len(sequence) - 1 for sequence in given], tokens=given)
         )
         num_cached = np.asarray(opened.num_cached).tolist()
-        rest = [text[n:] for text, n in zip(given, num_cached, strict=True)]
-        most = max(map(len, self.texts))
-        rest = [text + [-1] * (most - len(text)) for text in rest]
+        rest = [sequence[n:] for sequence, n in zip(given, num_cached, strict=True)]
+        most = max(map(len, self.sequences))
+        rest = [sequence + [-1] * (most - len(sequence)) for sequence in rest]
         cache, result = _extend_jitted(
             self.model,
             self.params,
@@ -195,7 +195,7 @@ class _Player(NamedTuple):
 
     def _sampling_of(self, chosen: list[int]) -> Sampling:
         index = jnp.asarray(chosen, jnp.int32)
-        return sampling_of(self.sampling, len(self.texts), index)
+        return sampling_of(self.sampling, len(self.sequences), index)
 
     def generate(self) -> list[_Played]:
         """Continue the prompts one after the other in one call."""
@@ -203,11 +203,11 @@ class _Player(NamedTuple):
             self.model,
             self.params,
             self.cache,
-            self.texts,
+            self.sequences,
             generation_config=dataclasses.replace(
                 self.generation_config, max_running=1
             ),
-            sampling=self._sampling_of([*range(len(self.texts))]),
+            sampling=self._sampling_of([*range(len(self.sequences))]),
         )
         return list(
             map(_Played, np.asarray(result.tokens), np.asarray(result.logprobs))
@@ -215,13 +215,13 @@ class _Player(NamedTuple):
 
     def recompute(self, known: list[_Played]) -> list[_Played]:
         """Compute prompts and all completion tokens but the last as new prompts."""
-        texts = [
-            text + [token for token in played.tokens[:-1].tolist() if token >= 0]
-            for text, played in zip(self.texts, known, strict=True)
+        sequences = [
+            sequence + [token for token in played.tokens[:-1].tolist() if token >= 0]
+            for sequence, played in zip(self.sequences, known, strict=True)
         ]
         config = dataclasses.replace(self.generation_config, max_new_tokens=1)
-        again = self._replace(texts=texts, generation_config=config)
-        found = again.extend([*range(len(texts))])
+        again = self._replace(sequences=sequences, generation_config=config)
+        found = again.extend([*range(len(sequences))])
         pairs = zip(known, found, strict=True)
         return [played._replace(kept=anew.kept) for played, anew in pairs]
 
@@ -232,7 +232,7 @@ class _Player(NamedTuple):
         found = _score_jitted(
             self.model,
             self.params,
-            self.texts,
+            self.sequences,
             tokens,
             config=config,
             exact=self.generation_config.exact,

@@ -13,34 +13,39 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import expect
 from jkv.decoding.arguments.loop_arguments import Arguments, DecodingOptions
+from jkv.decoding.model.drafter import Drafter
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import ExactShape, GenerationConfig, Model, Roll
-from jkv.decoding.processors.rows import begin_rows, resume_rows
-from jkv.decoding.sampling.next_token import Bounds, judge_prompts
-from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.sampling.draws import Sampling
+from jkv.decoding.sampling.next_token import (
+    Bounds,
+    begin_rows,
+    judge_prompts,
+    resume_rows,
+)
+from jkv.decoding.scheduler.hidden import recall_last_tokens
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.state import (
     GenerationState,
     Places,
     RetainedPrompt,
-    note_texts,
+    note_sequences,
 )
-from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
-from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.texts import blocks
-from jkv.decoding.texts.blocks import BlockSize, Held
-from jkv.decoding.texts.prompts import Prompts
-from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.indexing import gather
+from jkv.decoding.sequences import blocks
+from jkv.decoding.sequences.blocks import BlockSize, Held
+from jkv.decoding.sequences.prompts import Prompts
+from jkv.decoding.sequences.results import FinishReason, Generation
+from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import requests
 from jkv.metadata.part import Demand
 from jkv.metadata.requests import Integers
+from jkv.operations import gather
 from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
-from jkv.status import UsageError
 from jkv.verbs.lookups import context_lengths, next_positions
 
 
@@ -54,15 +59,15 @@ class ExtensionFields(TypedDict, total=False):
     roll: Roll | None
     limits: Integers | None
     stop_tokens: Integers | None
-    stop_sequences: requests.Texts | None
+    stop_sequences: requests.IntegerRows | None
     variants: Integers | None
-    spans: requests.Texts | None
+    spans: requests.IntegerRows | None
     cacheable_spans: bool
     max_span: int | None
     extra_ids: int
     sampling: Sampling
     logits_processor: LogitsProcessor | None
-    speculate: Speculation | None
+    speculate: Drafter | None
     processor_state: Any  # from an earlier result
 
 
@@ -77,7 +82,7 @@ def extend(
     params: Any,
     cache: Cache,
     seq_ids: Integers,  # i32[B]
-    tokens: requests.Texts | Prompts,  # i32[B, P]
+    tokens: requests.IntegerRows | Prompts,  # i32[B, P]
     *,
     generation_config: GenerationConfig | None = None,
     options: DecodingOptions | None = None,
@@ -106,7 +111,8 @@ def extend(
       options: sampling, processors and speculation. Random numbers depend on the seed
         and the position in this call. The repetition penalty and a `PromptLookup` use
         the tokens given and generated in this call, stop sequences only the generated
-        ones. A `DraftModel` is not supported.
+        ones. A drafter that needs hidden states computes the last cached tokens again,
+        if the cache records tokens.
       fields: the fields of `GenerationConfig`, `DecodingOptions` and `Prompts.of` as
         keyword arguments; and `processor_state` of an earlier result, to continue its
         logits processor, which then skips the given tokens.
@@ -139,11 +145,6 @@ def extend(
     options = args.options
     names = "max_new_tokens", "chunk_size", "row_counts", "exact", "roll"
     args.config.check_only("extend", *names)
-    if isinstance(options.speculate, DraftModel):
-        raise UsageError(
-            "speculate must be a PromptLookup or None for extend, got a DraftModel; "
-            "pass a PromptLookup, or omit speculate"
-        )
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     runner = Runner(model, params)
     state = _begin(runner, cache, jnp.asarray(ids), args)
@@ -153,6 +154,8 @@ def extend(
         )
         result = state.result._replace(processor_state=begun)
         state = dataclasses.replace(state, result=result)
+    if state.recomputes_last:
+        cache, state = recall_last_tokens(cache, state)
     cache, state = run_steps(
         runner,
         cache,
@@ -172,12 +175,10 @@ def _begin(
 ) -> GenerationState:
     """Return a state with every open sequence seated."""
     given, stops, config, options = args
+    runner = runner._replace(drafter=options.speculate)
     num_sequences, exact = given.lengths.shape[0], config.exact_shape
-    if seq_ids.shape != (num_sequences,):
-        raise ValueError(
-            f"tokens must have a row for each of {seq_ids.shape[0]} sequences, got "
-            f"{num_sequences}"
-        )
+    sizes, why = {"B": len(seq_ids)}, "a row for each sequence"
+    expect("tokens", given.tokens, "B P", sizes, why=why)
     if exact is not None:
         exact.check_fits("the number of sequences", num_sequences)
     num_places, row_counts = config.resolve(num_sequences, given.tokens.size)
@@ -226,8 +227,8 @@ def _begin(
         exact=exact,
     )
     lane = jnp.where(places.is_running, jnp.arange(num_places), num_places)
-    state = note_texts(state, lane.astype(jnp.int32))
-    return begin_speculation(state, options.speculate)
+    state = note_sequences(state, lane.astype(jnp.int32))
+    return begin_speculation(runner, cache, state)
 
 
 def _judge(

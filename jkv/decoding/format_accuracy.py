@@ -81,14 +81,14 @@ def measure_formats(
       float32 1.0 1.0 64 16
       int8 1.0 1.0 20 51
     """
-    texts = _cut(tokens, config.max_context_length)
+    sequences = _cut(tokens, config.max_context_length)
     rows, exact, exact_mean = [], None, 0.0
     for stored in ("float32", *formats):
         planned = _plan(as_grouped(config), stored)
         read = jax.jit(functools.partial(_read, model, planned))
-        found = [jax.device_get(read(params, *text)) for text in texts]
+        found = [jax.device_get(read(params, *sequence)) for sequence in sequences]
         losses, likeliest = map(np.concatenate, zip(*found, strict=True))
-        is_token = np.concatenate([np.arange(len(t)) < n - 1 for t, n in texts])
+        is_token = np.concatenate([np.arange(len(t)) < n - 1 for t, n in sequences])
         mean = float(losses[is_token].mean(dtype=np.float64))
         if exact is None:
             exact, exact_mean = likeliest, mean
@@ -142,7 +142,7 @@ def _read(
     model: Model,
     config: GroupedConfig,
     params: Any,
-    text: jax.Array,  # i32[T], T a multiple of CHUNK_SIZE
+    sequence: jax.Array,  # i32[T], T a multiple of CHUNK_SIZE
     length: jax.Array,  # i32[]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loss of each next token, f32[T], and the most likely token, i32[T]."""
@@ -159,9 +159,9 @@ def _read(
         likeliest = jnp.argmax(logits, axis=1).astype(jnp.int32)
         return cache, (-pick_logprobs(logits, following), likeliest)
 
-    starts = jnp.arange(0, text.shape[0], CHUNK_SIZE, dtype=jnp.int32)
-    following = jnp.append(text[1:], text[:1])
-    cut = (each.reshape(-1, CHUNK_SIZE) for each in (text, following))
+    starts = jnp.arange(0, sequence.shape[0], CHUNK_SIZE, dtype=jnp.int32)
+    following = jnp.append(sequence[1:], sequence[:1])
+    cut = (each.reshape(-1, CHUNK_SIZE) for each in (sequence, following))
     _, found = jax.lax.scan(step, cache, (starts, *cut))
     losses, likeliest = (each.reshape(-1) for each in found)
     return losses, likeliest

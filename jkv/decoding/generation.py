@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import as_index
 from jkv.decoding.arguments.loop_arguments import (
     Arguments,
     DecodingFields,
@@ -26,17 +27,21 @@ from jkv.decoding.arguments.loop_arguments import (
 )
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import GenerationConfig, Model
-from jkv.decoding.processors.rows import begin_rows, check_processor_presence
-from jkv.decoding.sampling.next_token import Bounds, judge_prompts
+from jkv.decoding.sampling.next_token import (
+    Bounds,
+    begin_rows,
+    check_processor_presence,
+    judge_prompts,
+)
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.state import GenerationState, Places, RetainedPrompt
+from jkv.decoding.sequences.blocks import count_free_blocks, find_block_size
+from jkv.decoding.sequences.prompts import Prompts
+from jkv.decoding.sequences.results import FinishReason, Generation
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
-from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
-from jkv.decoding.texts.prompts import Prompts
-from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.indexing import gather
-from jkv.metadata.requests import Integer, Texts, as_index
+from jkv.metadata.requests import Integer, IntegerRows
+from jkv.operations import gather
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 
@@ -46,7 +51,7 @@ def generate(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts | Prompts,  # i32[B, P]
+    prompts: IntegerRows | Prompts,  # i32[B, P]
     *,
     generation_config: GenerationConfig | None = None,
     options: DecodingOptions | None = None,
@@ -131,7 +136,7 @@ def begin(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts | Prompts,  # i32[B, P]
+    prompts: IntegerRows | Prompts,  # i32[B, P]
     *,
     generation_config: GenerationConfig | None = None,
     options: DecodingOptions | None = None,
@@ -149,8 +154,7 @@ def begin(
       cache: as for `generate`.
       prompts: as for `generate`.
       generation_config: as for `generate`; stored in the state for `decode`.
-      options: as for `generate`; pass the same to `decode`. The cache of a draft model
-        becomes a part of the state.
+      options: as for `generate`; pass the same to `decode`.
       fields: as for `generate`.
 
     Returns:
@@ -168,7 +172,7 @@ def prefill(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts | Prompts,  # i32[B, P]
+    prompts: IntegerRows | Prompts,  # i32[B, P]
     *,
     generation_config: GenerationConfig | None = None,
     options: DecodingOptions | None = None,
@@ -229,9 +233,8 @@ def decode(
       cache: from `prefill`, or from an earlier `decode`; jit may donate it.
       state: returned with the cache; jit may donate it, too.
       num_steps: most steps to run, may be traced; None runs until all have finished.
-      options: as passed to `begin` or `prefill`. Without `speculate` steps are plain;
-        with it the draft model uses the cache in the state and ignores the one in
-        `DraftModel`.
+      options: as passed to `begin` or `prefill`. Without `speculate` steps are plain,
+        and a drafter's layers are not written.
       fields: the fields of `DecodingOptions` as keyword arguments, such as
         `sampling=sampling`.
 
@@ -278,6 +281,7 @@ def decode(
 def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> GenerationState:
     """Return a state with all prompts in the queue."""
     prompts, stops, config, options = args
+    runner = runner._replace(drafter=options.speculate)
     num_samples, exact = config.num_samples, config.exact_shape
     num_sequences = prompts.lengths.shape[0] * num_samples
     num_places, row_counts = config.resolve(num_sequences, prompts.tokens.size)
@@ -317,4 +321,4 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         exact=exact,
         shortening=shortening,
     )
-    return begin_speculation(state, options.speculate)
+    return begin_speculation(runner, cache, state)

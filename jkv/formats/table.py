@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Format, Formats, Numbers
+from jkv.formats.format import Format, Numbers
 from jkv.formats.packed import Packed
 from jkv.formats.scaled import Scaled
 
@@ -40,11 +40,6 @@ COSTS = {
     ("int8", "int4"): (1.0, 0.7),
     ("int4", "int4"): (7.7, 13.3),
 }
-
-
-def formats_of(dtype: np.dtype[Any], value_dtype: np.dtype[Any]) -> Formats:
-    """Return the formats of keys and values of the given dtypes."""
-    return Formats(FORMATS[dtype], FORMATS[value_dtype])
 
 
 def checked_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:

@@ -162,7 +162,7 @@ def wait_for(
     wrong = [token for token in tokens if not 0 <= token < size or token in ends]
     if wrong or not tokens:
         raise ValueError(
-            f"tokens must be ids from 0 to {size - 1} that are no end tokens, got "
+            f"tokens must be ids from 0 to {size - 1} other than end tokens, got "
             f"{wrong or 'none'}"
         )
     inner = _read(grammar)

@@ -191,7 +191,7 @@ class _Step:
         self.watcher, self.cache, self.name, self.stamp = watcher, cache, name, stamp
         self.where = find_caller()
         # A canvas is written again in each round of denoising.
-        self.may_rewrite = batch.mask is not None or batch.is_second
+        self.may_rewrite = batch.mask is not None or batch.is_second or batch.is_draft
         self.served = batch.query_lengths > 0
         self.row = jnp.where(self.served, batch.seq_ids, cache.max_sequences)
         # u32[B], clock at which the sequences were opened.

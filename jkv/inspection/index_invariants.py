@@ -18,7 +18,8 @@ def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
     salts, contents = np.asarray(index.salts), np.asarray(found.group.tokens)
     indexed = np.flatnonzero(hashes)
-    for block in indexed[~np.isin(indexed, np.asarray(index.buckets))]:
+    buckets = np.asarray(index.table)[:nothing]
+    for block in indexed[~np.isin(indexed, buckets)]:
         yield f"block {block} is indexed, but in no bucket"
     chains: dict[tuple[Any, ...], int] = {}
     for block in indexed.tolist():
@@ -71,8 +72,8 @@ def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
         if not -1 <= committed[row] <= found.lengths[row]:
             yield f"row {row} committed {committed[row]} of {found.lengths[row]} tokens"
             continue
-        if found.is_pruned[row]:
-            yield from _check_pruned_row(index, found, row)
+        if found.is_pruned[row] or committed[row] < 0:
+            yield from _check_stopped_row(index, found, row)
             continue
         num = _num_committed(index, found, row)
         chain = found.held(row, slice(0, num))
@@ -81,13 +82,13 @@ def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
         else:  # wide hashes include the prefix, so blocks store no parent
             before = np.full_like(chain, nothing)
         if np.any(hashes[chain] == 0) or np.any(parents[chain] != before):
-            yield f"the committed blocks of row {row} are no chain"
+            yield f"the committed blocks of row {row} are not a chain"
         if np.any(hashes[found.held(row, slice(num, None))] != 0):
             yield f"row {row} has an indexed block that is writable"
 
 
-def _check_pruned_row(index: IndexArrays, found: Recount, row: int) -> Iterator[str]:
-    """Yield indexed blocks of a pruned row without their parent before them.
+def _check_stopped_row(index: IndexArrays, found: Recount, row: int) -> Iterator[str]:
+    """Yield indexed blocks, without their parent, of a row that commits no more.
 
     Blocks without stored parents may stay indexed where they were moved.
     """
@@ -99,7 +100,7 @@ def _check_pruned_row(index: IndexArrays, found: Recount, row: int) -> Iterator[
         np.any(is_indexed[full[num:]])
         or np.any(np.asarray(index.parents)[full[:num]] != before)
     ):
-        yield f"pruned row {row} has an indexed block without its parent"
+        yield f"row {row} has an indexed block without its parent"
     if np.any(is_indexed[found.held(row, slice(found.written(row), None))]):
         yield f"row {row} has an indexed block that is writable"
 
@@ -152,18 +153,21 @@ def _num_committed(index: IndexArrays, found: Recount, row: int) -> int:
 def check_snapshots(snapshots: Snapshots, max_pending: int) -> Iterator[str]:
     """Yield invalid snapshots, and duplicates of one sequence."""
     known = dict[tuple[int, bytes], int]()
-    lengths, texts = np.asarray(snapshots.lengths), np.asarray(snapshots.texts)
-    for place in np.flatnonzero(lengths).tolist():
-        length, pending = int(lengths[place]), int(snapshots.num_pending[place])
-        if not 0 < length <= texts.shape[1] or length % snapshots.every:
-            yield f"snapshot {place} has length {length}"
+    lengths, rows = np.asarray(snapshots.lengths), np.asarray(snapshots.tokens)
+    for snapshot_id in np.flatnonzero(lengths).tolist():
+        length, pending = (
+            int(lengths[snapshot_id]),
+            int(snapshots.num_pending[snapshot_id]),
+        )
+        if not 0 < length <= rows.shape[1] or length % snapshots.every:
+            yield f"snapshot {snapshot_id} has length {length}"
             continue
         if not 0 <= pending <= min(max_pending, length):
-            yield f"snapshot {place} has {pending} pending tokens"
-        text = texts[place, :length]
-        if np.any(text < 0):
-            yield f"snapshot {place} has tokens that were not recorded"
-        key = int(snapshots.salts[place]), text.tobytes()
+            yield f"snapshot {snapshot_id} has {pending} pending tokens"
+        tokens = rows[snapshot_id, :length]
+        if np.any(tokens < 0):
+            yield f"snapshot {snapshot_id} has tokens that were not recorded"
+        key = int(snapshots.salts[snapshot_id]), tokens.tobytes()
         if key in known:
-            yield f"snapshots {known[key]} and {place} are of the same sequence"
-        known[key] = place
+            yield f"snapshots {known[key]} and {snapshot_id} are of the same sequence"
+        known[key] = snapshot_id

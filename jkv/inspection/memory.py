@@ -67,12 +67,12 @@ class MemoryProfile:
             f"{self.cells:,} cells",
         ]
         for device, account in self.devices.items():
-            said = "keeps no account"
+            usage = "keeps no account"
             if account is not None:
                 limit = account.get("bytes_limit")
-                said = f"{human_bytes(account.get('bytes_in_use', 0))} in use"
-                said += f" of {human_bytes(limit)}" if limit else ""
-            lines.append(f"device      {device} {said}")
+                usage = f"{human_bytes(account.get('bytes_in_use', 0))} in use"
+                usage += f" of {human_bytes(limit)}" if limit else ""
+            lines.append(f"device      {device} {usage}")
         lines.append("arrays")
         by_size = sorted(self.array_bytes.items(), key=lambda item: item[1])
         for name, size in by_size:

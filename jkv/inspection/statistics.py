@@ -183,7 +183,7 @@ def stats(cache: Cache) -> Stats:
         clock=count["CLOCK"],
         groups=groups,
         snapshots=sums.snapshots,
-        max_snapshots=cache.metadata.index.num_places,
+        max_snapshots=cache.metadata.index.num_snapshots,
     )
 
 

@@ -8,7 +8,7 @@ from jkv.logits_processors.chains import chain, renumber
 from jkv.logits_processors.protocol import LogitsProcessor
 from jkv.logits_processors.rules import (
     AllowedTokens,
-    BannedTexts,
+    BannedSequences,
     MinimumLength,
     NoRepeatedNgrams,
     TokenBias,
@@ -17,7 +17,7 @@ from jkv.logits_processors.thinking import ThinkingBudget
 
 __all__ = [
     "AllowedTokens",
-    "BannedTexts",
+    "BannedSequences",
     "MinimumLength",
     "NoRepeatedNgrams",
     "LogitsProcessor",

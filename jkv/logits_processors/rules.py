@@ -82,7 +82,7 @@ class _BanRows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class BannedTexts(EndsNothing):
+class BannedSequences(EndsNothing):
     """Ban on lists of tokens.
 
     The last token of a list is masked if the previous ones are the newest of the
@@ -91,37 +91,39 @@ class BannedTexts(EndsNothing):
     list. A tokenizer may encode the same words by other tokens: pass each encoding.
 
     Args:
-      texts: i32[F, C], padded with -1; i32[M, F, C] for M variants.
+      sequences: i32[F, C], padded with -1; i32[M, F, C] for M variants.
 
     Raises:
       ValueError: in `begin`, for other dtypes or axes.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.logits_processors import BannedTexts
-      >>> banned = BannedTexts(jnp.array([[1, 2], [3, -1]]))
+      >>> from jkv.logits_processors import BannedSequences
+      >>> banned = BannedSequences(jnp.array([[1, 2], [3, -1]]))
       >>> state = banned.begin(jnp.array([0]), jnp.array([[7, 1]]))
       >>> banned.process(state, jnp.ones((1, 5))).tolist()
       [[1.0, 1.0, -inf, -inf, 1.0]]
     """
 
-    texts: jax.Array  # i32[F, C], or i32[M, F, C] with M variants
+    sequences: jax.Array  # i32[F, C], or i32[M, F, C] with M variants
 
     @property
     def num_variants(self) -> int:
         """Number of variants, M, or 1."""
-        return count_variants(self.texts, 2)
+        return count_variants(self.sequences, 2)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _BanRows:
         """Return the newest tokens and the variant of each sequence."""
-        texts = check_integers("BannedTexts.texts", self.texts, "F C | M F C")
-        return _BanRows(find_newest(prompts, texts.shape[-1] - 1), variants)
+        sequences = check_integers(
+            "BannedSequences.sequences", self.sequences, "F C | M F C"
+        )
+        return _BanRows(find_newest(prompts, sequences.shape[-1] - 1), variants)
 
     def process(self, state: _BanRows, logits: jax.Array) -> jax.Array:
         """Mask tokens that would complete a banned list."""
-        texts = align_right(jnp.asarray(self.texts, jnp.int32))
-        texts = find_rows(texts, 2, state.variants)
-        before, last = texts[:, :, :-1], texts[:, :, -1]
+        sequences = align_right(jnp.asarray(self.sequences, jnp.int32))
+        sequences = find_rows(sequences, 2, state.variants)
+        before, last = sequences[:, :, :-1], sequences[:, :, -1]
         is_there = (before < 0) | (before == state.newest[:, None])
         return forbid(logits, jnp.where(jnp.all(is_there, axis=2), last, -1))
 

@@ -18,9 +18,15 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 from jkv.formats.table import format_cost
+from jkv.metadata.observations import Observations
 from jkv.metadata.positions import Positions
 from jkv.prefixes.index import PrefixIndex
-from jkv.sharding.storage_sharding import DividedAxes, copies_of, find_spec
+from jkv.sharding.storage_sharding import (
+    DividedAxes,
+    copies_of,
+    find_spec,
+    with_full_spec,
+)
 from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateStorage
 from jkv.states.part import OfStates
 from jkv.states.swapped import SwappedStates
@@ -45,6 +51,8 @@ def with_parts(cache: Cache) -> Cache:
     parts = [part for kind, of in numbers.items() for part in PARTS[kind].of(of)]
     if cache.metadata.sequences.pruned.is_there:
         parts.append(Positions())
+    if any(group.observed.width for group in cache.metadata.block_groups):
+        parts.append(Observations())
     metadata = dataclasses.replace(cache.metadata, parts=tuple(parts))
     return cache.with_metadata(metadata)
 
@@ -132,6 +140,8 @@ def init(
     cache = with_parts(build(Cache, arrays | constants, KINDS))
     pairs = zip(cache.storage, where.shardings, strict=True)
     cache = cache.with_storage(tuple(each.with_sharding(of) for each, of in pairs))
+    if mesh is not None:
+        cache = jax.tree.map(with_full_spec, cache)
     _warn_of_short_keys(cache)
     return cache
 

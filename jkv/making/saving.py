@@ -15,6 +15,7 @@ from jkv.arguments import explains_arguments
 from jkv.inspection.invariants import check
 from jkv.making.initialization import KINDS, with_parts
 from jkv.metadata.requests import Integers
+from jkv.sharding.storage_sharding import with_full_spec
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError
@@ -169,7 +170,7 @@ def load(
         metadata=put(value.metadata, where.metadata),
         pools=where.pools,
     )
-    return jax.block_until_ready(loaded)
+    return jax.block_until_ready(jax.tree.map(with_full_spec, loaded))
 
 
 def _put_storage(storage: Any, where: Placements, number: int) -> Any:

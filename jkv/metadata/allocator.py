@@ -14,17 +14,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jkv.indexing import gather, scatter, scatter_add
-from jkv.metadata import lanes, ring
-from jkv.metadata.xla_cpu import stage, written_after
-from jkv.state import BlockGroup, Metadata, Ring
+from jkv.metadata import ring
+from jkv.operations import (
+    find_one,
+    gather,
+    is_first,
+    scatter,
+    scatter_add,
+    stage,
+    written_after,
+)
+from jkv.state import BlockGroup, Metadata
 
 
-def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Ring]:
-    """Take `num` blocks, i32[], of a group; also return the ring before, for `peek`."""
-    before = ring.expose(metadata.groups[number].free_blocks, num)
-    return metadata.changed(number, free_blocks=ring.pop(before, num)), before
+def take(
+    metadata: Metadata, number: int, num: jax.Array, most: int
+) -> tuple[Metadata, ring.Leaving]:
+    """Take `num` blocks, i32[], of a group, at most `most`; return them as well."""
+    free, taken = ring.take(metadata.groups[number].free_blocks, num, most)
+    return metadata.changed(number, free_blocks=free), taken
 
 
 def enter(
@@ -102,8 +112,8 @@ def grant(
     A row of S or above is dropped. `rank` selects the block of each cell. Return the
     metadata and these blocks, arbitrary where a row is dropped.
     """
-    metadata, before = take(metadata, number, num)
-    block = ring.peek(before, rank)
+    metadata, taken = take(metadata, number, num, rank.shape[0])
+    block = taken.peek(rank)
     return enter(metadata, number, row, column, block), block
 
 
@@ -119,11 +129,39 @@ def drop_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
 
     # Several lanes may release one block: the last of them returns it.
     zeroed = jnp.where(dropped, block, num_blocks)
-    counts, returns = lanes.find_one(counts, zeroed, last=True)
+    counts, returns = find_one(counts, zeroed, last=True)
     return dataclasses.replace(
         group,
         reference_counts=counts,
         free_blocks=ring.push(group.free_blocks, block, returns),
+    )
+
+
+def exchange_references(
+    group: BlockGroup, own: jax.Array, other: jax.Array
+) -> BlockGroup:
+    """Move a reference from each block `own` to `other`, i32[P] each; N is dropped.
+
+    No block is in both. Free blocks of `other` leave the ring, and blocks of `own`
+    whose count reaches 0 enter it.
+    """
+    num_blocks, counts = group.num_blocks, group.reference_counts
+    owners = gather(counts, other, fill=1)
+    counts, revived = find_one(
+        counts, jnp.where(owners == 0, other, num_blocks), last=False
+    )
+    # Always true; the condition makes the write depend on the read.
+    gains = written_after(owners >= 0, other, num_blocks)
+    signs = np.repeat(np.array([1, -1], np.int32), other.shape[0])
+    counts = scatter_add(counts, jnp.concatenate([gains, own]), jnp.asarray(signs))
+    is_dropped = gather(counts, own, fill=1) == 0
+    counts, returns = find_one(
+        counts, jnp.where(is_dropped, own, num_blocks), last=True
+    )
+    return dataclasses.replace(
+        group,
+        reference_counts=counts,
+        free_blocks=ring.exchange(group.free_blocks, other, revived, own, returns),
     )
 
 
@@ -141,26 +179,26 @@ def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
         return Revivals(none, none > 0)
     counts = gather(group.reference_counts, blocks, fill=1)
     is_free = counts == 0
-    is_first = lanes.is_first(blocks.reshape(-1), group.num_blocks)
-    costs = jnp.sum(is_free & is_first.reshape(blocks.shape), axis=1, dtype=jnp.int32)
+    firsts = is_first(blocks.reshape(-1), group.num_blocks)
+    costs = jnp.sum(is_free & firsts.reshape(blocks.shape), axis=1, dtype=jnp.int32)
     return Revivals(costs, jnp.any(is_free, axis=1))
 
 
 def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     """Increment the reference count of each block, i32[P]; N is dropped.
 
-    A cached block leaves the ring, which keeps a hole in its place.
+    A cached block leaves the ring, which keeps a hole in its place, or is tidied.
     """
     num_blocks = group.num_blocks
     # The first of several lanes that name a free block removes it from the ring.
     counts = group.reference_counts
     owners = gather(counts, block, fill=1)
     named = jnp.where(owners == 0, block, num_blocks)
-    counts, revived = lanes.find_one(counts, named, last=False)
+    counts, revived = find_one(counts, named, last=False)
     # Always true; the condition makes the write depend on the read.
     gains = written_after(owners >= 0, block, num_blocks)
     return dataclasses.replace(
         group,
         reference_counts=scatter_add(counts, gains, 1),
-        free_blocks=ring.remove(group.free_blocks, block, revived),
+        free_blocks=ring.tidy(ring.remove(group.free_blocks, block, revived)),
     )

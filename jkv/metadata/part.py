@@ -82,6 +82,9 @@ class Selection(NamedTuple):
     kept: dict[int, jax.Array]
     num_kept: jax.Array  # i32[B]
     rotates: bool  # static: True if keys are rotated to the positions of their slots
+    # bool[B, M], columns to be overwritten; all slots stay, and `kept` is empty. None
+    # without any.
+    rewritten: jax.Array | None = None
 
     @property
     def width(self) -> int:

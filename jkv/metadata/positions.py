@@ -1,40 +1,24 @@
 """Positions apart from slots, as a part of a cache with pruning (`jkv.metadata.part`).
 
-It has no groups and no storage: each plan only updates the dropped tokens of sequences.
-A child has its parent's, and a sequence that is cut to length 0 starts anew.
+Each plan only updates the dropped tokens of sequences. A child has its parent's, and a
+sequence that is cut to length 0 starts anew.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jkv.indexing import gather
 from jkv.metadata.part import Demand, Lengths, Masks, Served
-from jkv.state import Cache, Metadata, Pruned
+from jkv.metadata.per_sequence import PerSequence
+from jkv.operations import gather
+from jkv.state import Metadata, Pruned
 
 
-class Positions(NamedTuple):
+class Positions(PerSequence):
     """The dropped tokens of all sequences."""
 
-    numbers: tuple[int, ...] = ()  # static, no groups
-
-    def open(self, *_: object) -> "_Nothing":
-        """Plan nothing: closed rows have dropped nothing."""
-        return _Nothing()
-
-    def grow(self, *_: object) -> "_Nothing":
-        """Plan nothing: positions go on from the slots."""
-        return _Nothing()
-
-    def enter(self, *_: object) -> "_Nothing":
-        """Plan nothing: `swap_in` sets the numbers."""
-        return _Nothing()
-
-    def prune(self, *_: object) -> "_Nothing":
-        """Plan nothing: `prune` sets the numbers."""
-        return _Nothing()
+    __slots__ = ()
 
     def share(
         self, metadata: Metadata, parents: jax.Array, length: Lengths
@@ -61,25 +45,6 @@ class Positions(NamedTuple):
         """Reset closed rows."""
         return _write(metadata, jnp.where(closable, seq_ids, metadata.max_sequences))
 
-    def follow(self, storage: object, _moves: object) -> object:
-        """Return the storage unchanged."""
-        return storage
-
-    def keep(self, *_: object) -> None:
-        """Return None: there is no storage."""
-
-    def leave(self, *_: object) -> tuple[()]:
-        """Return (): `Swapped` holds the numbers of sequences."""
-        return ()
-
-    def num_free(self, _: object) -> tuple[()]:
-        """Return (): there is no pool."""
-        return ()
-
-    def fetch(self, _cache: Cache, *_: np.ndarray | object) -> dict[int, object]:
-        """Return no contents."""
-        return {}
-
 
 def _cuts_kept(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return True for lengths among the kept tokens, bool[B]; 0 is allowed."""
@@ -102,20 +67,6 @@ def _write(
     """Replace the numbers of distinct rows, i32[B]; rows >= S are dropped."""
     pruned = _pruned_of(metadata).with_rows(row, num_dropped, num_left)
     return metadata.with_pruned(pruned)
-
-
-class _Nothing(NamedTuple):
-    wrongs: Masks = ()
-    lacks: tuple[Demand, ...] = ()
-
-    def pin(self, metadata: Metadata, *_: object) -> Metadata:
-        return metadata
-
-    def judge(self, *_: object) -> "_Nothing":
-        return self
-
-    def apply(self, metadata: Metadata, *_: object) -> tuple[Metadata, None]:
-        return metadata, None
 
 
 class _Inheriting(NamedTuple):

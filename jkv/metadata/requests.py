@@ -17,21 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import scatter, scatter_add
-from jkv.metadata import lanes
+from jkv.arguments import I32, check_fixed, namespace_of, saturated
 from jkv.metadata.part import Demand, Granted
-from jkv.metadata.xla_cpu import running_sum, stage
+from jkv.operations import (
+    MOST_COMPARED,
+    is_first,
+    running_sum,
+    scatter,
+    scatter_add,
+    stage,
+)
 from jkv.signatures import Integer as Integer
 from jkv.signatures import IntegerArray as IntegerArray
+from jkv.signatures import IntegerRows as IntegerRows
 from jkv.signatures import Integers as Integers
-from jkv.signatures import Texts as Texts
 from jkv.state import NO_SEQUENCE, Metadata, SequenceRow
 from jkv.status import NUM_COUNTERS, Counter, Status, UsageError
 
 # Block counts, one for all groups or one each.
 Blocks: TypeAlias = jax.Array | int | tuple[jax.Array | int, ...]
-
-I32 = np.iinfo(np.int32)
 
 
 def broadcast(
@@ -53,18 +57,7 @@ def broadcast(
             f"arrays of equal length, or an int for all requests"
         )
     shape = (next(iter(sizes.values()), 1),)
-    return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
-
-
-def as_index(value: Integer) -> jax.Array:
-    """Return an index or count as i32[], saturated; ints stay on the host."""
-    if isinstance(value, jax.Array):
-        return value if value.dtype == jnp.int32 else saturated("a number", value)
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise UsageError(f"expected an integer, got {value!r}") from None
-    return np.int32(max(I32.min, min(number, I32.max)))  # type: ignore[return-value]
+    return [a if a.ndim else namespace_of(a).full(shape, a) for a in arrays.values()]
 
 
 def as_salts(name: str, salts: Integers) -> Integers:
@@ -88,12 +81,12 @@ def as_salts(name: str, salts: Integers) -> Integers:
     return numbers.astype(np.int64).astype(np.uint32).view(np.int32)
 
 
-def as_prompts(prompts: Texts, name: str = "tokens") -> jax.Array:
+def as_prompts(prompts: IntegerRows, name: str = "tokens") -> jax.Array:
     """Return prompts, an array or lists, as i32[B, P], padded with -1."""
     return jnp.asarray(read_prompts(prompts, name))
 
 
-def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
+def read_prompts(prompts: IntegerRows, name: str) -> np.ndarray[Any, Any] | jax.Array:
     """Return the same in numpy, unless the prompts are or contain JAX arrays."""
     expected = (
         f"{name} must be i32[B, P], one prompt a row and -1 after its end, or a list "
@@ -101,7 +94,7 @@ def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
     )
     if not isinstance(prompts, jax.Array | np.ndarray):
         prompts = pad_rows(prompts, expected)
-    _check_fixed(name, prompts)
+    check_fixed(name, prompts)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise UsageError(f"{expected}, got {prompts.dtype}{list(prompts.shape)}")
     return as_ids(name, prompts)
@@ -167,7 +160,7 @@ def as_slots(slots: Any) -> jax.Array:
                 "kept must be an array of slots, got rows of different lengths; pad "
                 "them, entries from num_kept on are ignored"
             ) from None
-    xp = _namespace(array)
+    xp = namespace_of(array)
     if array.size == 0 and not isinstance(slots, jax.Array | np.ndarray):
         array = array.astype(np.int32)
     if array.ndim == 0 or not xp.issubdtype(array.dtype, np.integer):
@@ -175,53 +168,11 @@ def as_slots(slots: Any) -> jax.Array:
             f"kept must be integer slots, i32[B, C] or i32[B, L, K, C], got "
             f"{array.dtype}{list(array.shape)}"
         )
-    _check_fixed("kept", array)
+    check_fixed("kept", array)
     if array.dtype != np.int32 and np.iinfo(array.dtype).max > I32.max:
         low = max(I32.min, np.iinfo(array.dtype).min)
         array = xp.clip(array, *(array.dtype.type(each) for each in (low, I32.max)))
     return jnp.asarray(array, jnp.int32)
-
-
-def saturated(name: str, value: Integers) -> jax.Array:
-    """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
-    if hasattr(value, "seq_ids"):
-        raise UsageError(
-            f"{name} must be integers, got a whole {type(value).__name__}; pass one of "
-            f"its fields, such as its seq_ids"
-        )
-    on_host = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-    array: Any = np.asarray(value) if on_host else jnp.asarray(value)
-    xp = _namespace(array)
-    if array.shape == (0,):
-        array = xp.zeros((0,), np.int32)  # an empty list has no integer dtype
-    _check_fixed(name, array)
-    if array.ndim > 1 or not xp.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{name} must be an int or a one-dimensional integer array, got "
-            f"{array.dtype}{list(array.shape)}"
-        )
-    if array.dtype != np.int32:
-        if np.iinfo(array.dtype).max > I32.max:
-            low = max(I32.min, np.iinfo(array.dtype).min)
-            bounds = (array.dtype.type(bound) for bound in (low, I32.max))
-            array = xp.clip(array, *bounds)
-        array = xp.asarray(array, np.int32)
-    return array
-
-
-def _check_fixed(name: str, array: Any) -> None:
-    """Refuse a symbolic size of `jax.export`."""
-    if not all(isinstance(size, int) for size in array.shape):
-        raise UsageError(
-            f"{name} must have a fixed number of requests, got the "
-            f"symbolic shape {array.shape}; export for the largest number, and pad "
-            f"with -1"
-        )
-
-
-def _namespace(array: Any) -> Any:
-    """Return jnp for JAX arrays, else numpy."""
-    return jnp if isinstance(array, jax.Array) else np
 
 
 def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
@@ -245,7 +196,7 @@ def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
 @stage
 def _is_first_mention(seq_ids: jax.Array, *, num_ids: int) -> jax.Array:
     # Negative ids would wrap around to the last rows: none reaches the scatter.
-    return lanes.is_first(jnp.where(seq_ids < 0, num_ids, seq_ids), num_ids)
+    return is_first(jnp.where(seq_ids < 0, num_ids, seq_ids), num_ids)
 
 
 def is_live_once(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
@@ -327,20 +278,24 @@ def settle(metadata: Metadata, status: jax.Array, served: jax.Array) -> Metadata
 
 @stage
 def _settle(old: jax.Array, status: jax.Array, served: jax.Array) -> jax.Array:
-    # Each request adds one to its row.
-    row = jnp.where(served, jnp.int32(Counter.CLOCK), status)
-    row = jnp.where(served | (status != Status.OK), row, NUM_COUNTERS)
-    counts = _count(row)
-    kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
-    counts = jnp.where(kind == Counter.CLOCK, jnp.minimum(counts, 1), counts)
+    """Count each refused request in the row of its status, and a tick."""
+    row = jnp.where(served, np.int32(Counter.CLOCK), status)
+    counts = jnp.minimum(_count(row), _MOST_COUNTED)
     return _add_all(old, counts.astype(jnp.uint32))
+
+
+# Padding has status OK, which is not counted; a call ticks once.
+_COUNTED = np.arange(NUM_COUNTERS, dtype=np.int32)
+_COUNTED[Status.OK] = NUM_COUNTERS
+_MOST_COUNTED = np.full(NUM_COUNTERS, I32.max, np.int32)
+_MOST_COUNTED[Counter.CLOCK] = 1
 
 
 def _count(row: jax.Array) -> jax.Array:
     """Return the occurrences of each counter in `row`, i32[B], as i32[counters]."""
-    if row.shape[0] <= lanes.MOST_COMPARED:
-        kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
-        return jnp.sum(row[:, None] == kind[None], axis=0, dtype=jnp.int32)
+    if row.shape[0] <= MOST_COMPARED:
+        return jnp.sum(row[:, None] == _COUNTED[None], axis=0, dtype=jnp.int32)
+    row = jnp.where(row == Status.OK, NUM_COUNTERS, row)
     return scatter_add(jnp.zeros((NUM_COUNTERS,), jnp.int32), row, 1)
 
 

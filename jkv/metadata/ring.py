@@ -5,9 +5,10 @@ gather or scatter moves the batch. The cost depends on the batch, never on the l
 the ring.
 
 A prefix cache hit removes a free block from the middle of the ring, which leaves a
-hole; `Ring.indices` distinguishes entries from holes. `expose` compacts the entries in
-front before ids are taken. Each hole is passed once, so the amortized cost per id is
-constant. Without a prefix index there are no holes and no code for them.
+hole; `Ring.indices` distinguishes entries from holes. `take` passes the holes in front
+of the ids that leave, each once, and `tidy` bounds the number of holes, so the
+amortized cost per id is constant. Without a prefix index there are no holes and no code
+for them.
 
 With several classes (retention priorities) each has its own ring. Ids of class 0 leave
 first; if there are too few, the first of the next class are appended. The functions of
@@ -21,9 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter, scatter_max
-from jkv.metadata.xla_cpu import running_sum, stage
-from jkv.sharding.loops import while_loop
+from jkv.operations import gather, running_sum, scatter, scatter_max, while_loop
 from jkv.state import Kept, Ring
 
 Carry = TypeVar("Carry")
@@ -40,21 +39,25 @@ class Keep(NamedTuple):
 
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
-    """Return the ids that leave at these ranks, i32[...]; the ring is exposed."""
+    """Return the ids at distances `ranks` from the head, i32[...], holes included."""
     return gather(ring.ids, _wrap(ring, ring.head + ranks))
 
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
-    """Drop `num` ids (i32[], at most the count) from the head of an exposed ring."""
-    left = ring.added(num, head=1, span=-1, count=-1, taken=1)
-    return left.with_fewest(left.count)
+    """Drop `num` ids (i32[], at most the count) from the head; there are no holes."""
+    fewest = ring.count - num
+    return ring.added(num, head=1, span=-1, count=-1, taken=1, fewest=fewest)
 
 
 def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     """Append ids, i32[P], where bool[P]; none is in the ring."""
-    kept = ring.kept
-    if kept is None:
+    if ring.kept is None:
         return _append(ring, ids, entering)
+    return _push_by_class(ring, ring.kept, ids, entering)
+
+
+def _push_by_class(ring: Ring, kept: Kept, ids: jax.Array, entering: jax.Array) -> Ring:
+    """Append each id to the ring of its class."""
     rank = running_sum(entering.astype(jnp.int32)).astype(jnp.uint32)
     row = jnp.where(entering, ids, kept.classes.shape[0])
     pushed = _change_each(ring, _append, ids, entering)
@@ -83,16 +86,44 @@ def _change_each(
     )
 
 
-def expose(ring: Ring, num: jax.Array) -> Ring:
-    """Move holes out of the first `num` entries, i32[]."""
+def take(ring: Ring, num: jax.Array, most: int) -> tuple[Ring, "Leaving"]:
+    """Take `num` ids, i32[], from the head; at most the count, and at most `most`."""
     if ring.indices is None:
-        return ring
+        return pop(ring, num), Leaving(ring, None)
+    return _take_among_holes(ring, num, most)
+
+
+class Leaving(NamedTuple):
+    """Ids taken from a ring."""
+
+    before: Ring  # without holes: the ring that they left
+    ids: jax.Array | None  # i32[most], with holes: the ids by rank
+
+    def peek(self, ranks: jax.Array) -> jax.Array:
+        """Return the ids of these ranks, i32[...]."""
+        if self.ids is None:
+            return peek(self.before, ranks)
+        return gather(self.ids, ranks)
+
+
+def _take_among_holes(ring: Ring, num: jax.Array, most: int) -> tuple[Ring, Leaving]:
+    """Take ids of a ring with holes, as `take`."""
     ring = _supply(ring, num)
     lowest = ring.by_class[0]
-    # No hole in the whole ring: nothing to look for.
-    num = jnp.where(lowest.span == lowest.count, 0, num)
-    exposed = _squeeze(lowest, _reach(lowest, num))
-    return dataclasses.replace(exposed, kept=ring.kept)
+    taken, passed = _find_front(lowest, num, most)
+    fewest = ring.count - num
+    lowest = lowest.added(passed, head=1, span=-1)
+    lowest = lowest.added(num, count=-1, taken=1, fewest=fewest)
+    return dataclasses.replace(lowest, kept=ring.kept), Leaving(ring, taken)
+
+
+def tidy(ring: Ring) -> Ring:
+    """Remove all holes of each class if there are more of them than ids.
+
+    The ring has room for as many holes as ids: `tidy` follows each removal, before the
+    removed ids return.
+    """
+    return ring.joined([_tidy_one(each) for each in ring.by_class])
 
 
 def _supply(ring: Ring, num: jax.Array) -> Ring:
@@ -126,10 +157,21 @@ def _supply_chunk(
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
-    """Remove distinct ids, i32[P], where bool[P], from any place."""
+    """Remove distinct ids, i32[P], where bool[P], from any place; `tidy` follows."""
     num = jnp.sum(leaving, dtype=jnp.int32)
-    ring = ring.added(num, taken=1).with_fewest(ring.count - num)
+    ring = ring.added(num, taken=1, fewest=ring.count - num)
     return _change_each(ring, _take_out, ids, leaving)
+
+
+def exchange(
+    ring: Ring, out: jax.Array, leaving: jax.Array, ids: jax.Array, entering: jax.Array
+) -> Ring:
+    """Remove ids `out`, i32[P], where bool[P], then append `ids`, as above; tidy."""
+    if ring.kept is not None or ring.indices is None:
+        return push(tidy(remove(ring, out, leaving)), ids, entering)
+    num = jnp.sum(leaving, dtype=jnp.int32)
+    ring = ring.added(num, count=-1, taken=1, fewest=ring.count - num)
+    return tidy(_append(ring, ids, entering, jnp.where(leaving, out, -1)))
 
 
 def renew(
@@ -137,7 +179,7 @@ def renew(
 ) -> Ring:
     """Move ids, i32[P], where bool[P], to the tail in this order; raise classes."""
     moved = raise_classes(remove(ring, ids, leaving), ids, keep)
-    return push(moved, ids, leaving).with_account_of(ring)
+    return push(tidy(moved), ids, leaving).with_account_of(ring)
 
 
 def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
@@ -183,7 +225,7 @@ def lower(ring: Ring, ids: jax.Array) -> Ring:
         is_free |= gather(_indices_of(each), ids, fill=-1) >= 0
     moves = is_free & (gather(kept.classes, ids) > 0)
     out = _reset(remove(ring, ids, moves), ids)
-    return push(out, ids, moves).with_account_of(ring)
+    return push(tidy(out), ids, moves).with_account_of(ring)
 
 
 def arrange(ring: Ring, stays: jax.Array) -> Ring:
@@ -284,8 +326,10 @@ def _wrap(ring: Ring, index: jax.Array) -> jax.Array:
     return jnp.where(index >= capacity, index - capacity, index)
 
 
-def _append(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
-    """Append the ids, i32[P], where bool[P]."""
+def _append(
+    ring: Ring, ids: jax.Array, entering: jax.Array, out: jax.Array | None = None
+) -> Ring:
+    """Append ids, i32[P], where bool[P]; leave holes at ids `out`, i32[P], or -1."""
     size = entering.shape[0]
     ranks = running_sum(entering.astype(jnp.int32))
     num = ranks[-1] if size else jnp.int32(0)
@@ -295,8 +339,11 @@ def _append(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     index = jnp.where(entering, _wrap(ring, tail + ranks - 1), past_end)
     indices = None
     if ring.indices is not None:
-        row = jnp.where(entering, ids, ring.indices.shape[0])
-        indices = scatter(ring.indices, row, index)
+        row, value = jnp.where(entering, ids, ring.indices.shape[0]), index
+        if out is not None:
+            row = jnp.concatenate([row, out])
+            value = jnp.concatenate([value, jnp.full_like(out, -1)])
+        indices = scatter(ring.indices, row, value)
     ring = ring.changed(ids=scatter(ring.ids, index, ids, unique=True), indices=indices)
     return ring.added(num, span=1, count=1)
 
@@ -304,14 +351,53 @@ def _append(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
 def _take_out(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     """Remove ids, i32[P], where bool[P], from any place in the ring."""
     indices = _indices_of(ring)
-    num_ids = indices.shape[0]
-    gone = jnp.where(leaving, ids, num_ids)
-    indices = scatter(indices, gone, -1)
-    num = jnp.sum(leaving, dtype=jnp.int32)
-    ring = ring.changed(indices=indices).added(num, count=-1)
-    # The ring has room for as many holes as ids; squeeze when there are more.
-    full = ring.span - ring.count > num_ids
-    return _squeeze(ring, _reach(ring, jnp.where(full, ring.count, 0)))
+    gone = jnp.where(leaving, ids, indices.shape[0])
+    ring = ring.changed(indices=scatter(indices, gone, -1))
+    return ring.added(jnp.sum(leaving, dtype=jnp.int32), count=-1)
+
+
+def _find_front(ring: Ring, num: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Return the first `num` ids, i32[most], and their distance with holes, i32[]."""
+    is_dense = ring.span == ring.count
+    front = peek(ring, jnp.arange(most, dtype=jnp.int32))
+    lane = jnp.arange(CHUNK, dtype=jnp.int32)
+
+    def trip(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        front, distance, num_found = state
+        ids, entry = _entries_of_one(ring, distance + lane)
+        rank = running_sum(entry.astype(jnp.int32)) + num_found
+        found = jnp.where(entry & (rank <= num), rank - 1, most)
+        passed = jnp.sum(rank <= num, dtype=jnp.int32)
+        num_found = jnp.minimum(rank[-1], num)
+        return scatter(front, found, ids), distance + passed, num_found
+
+    passed = jnp.where(is_dense, num, 0)
+    front, distance, _ = while_loop(
+        lambda state: state[2] < num, trip, (front, passed, passed)
+    )
+    return front, jnp.minimum(distance, ring.span)
+
+
+def _tidy_one(ring: Ring) -> Ring:
+    """Remove all holes if there are more of them than ids; entries move to the tail."""
+    if ring.indices is None:
+        return ring
+    is_full = ring.span - ring.count > ring.indices.shape[0]
+    lane = jnp.arange(CHUNK, dtype=jnp.int32)
+
+    def trip(state: tuple[Ring, jax.Array]) -> tuple[Ring, jax.Array]:
+        ring, left = state
+        passed = jnp.minimum(left, CHUNK)
+        ids, entry = _entries_of_one(ring, lane)
+        entry &= lane < passed
+        moved = _append(ring.added(passed, head=1, span=-1), ids, entry)
+        # They were counted already.
+        return moved.added(moved.count - ring.count, count=-1), left - passed
+
+    left = jnp.where(is_full, ring.span, 0)
+    return while_loop(lambda state: state[1] > 0, trip, (ring, left))[0]
 
 
 def _entries_of_one(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -349,56 +435,3 @@ def _collect(
     index = jnp.where(chosen, ranks - 1, num_ids)
     gathered = jnp.full((num_ids,), num_ids, jnp.int32)
     return scatter(gathered, index, ids), ranks[-1]
-
-
-def _reach(ring: Ring, num: jax.Array) -> jax.Array:
-    """Return the distance from the head that covers `num` entries, in whole chunks."""
-    return while_loop(
-        lambda state: (state[1] < num) & (state[0] < ring.span),
-        lambda state: _count_chunk(ring, *state),
-        (jnp.int32(0), jnp.int32(0)),
-    )[0]
-
-
-@stage
-def _count_chunk(
-    ring: Ring, end: jax.Array, found: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Count the entries of one chunk; return its end and the total so far."""
-    lanes = jnp.arange(CHUNK, dtype=jnp.int32)
-    more = jnp.sum(_entries_of_one(ring, end + lanes)[1], dtype=jnp.int32)
-    return jnp.minimum(end + CHUNK, ring.span), found + more
-
-
-def _squeeze(ring: Ring, end: jax.Array) -> Ring:
-    """Compact the entries before `end` towards it, and advance the head."""
-    # From the end towards the head: an entry moves only to indices already read.
-    ids, indices, _, start = while_loop(
-        lambda state: state[2] > 0,
-        lambda state: _squeeze_chunk(ring.bounds, *state),
-        (ring.ids, _indices_of(ring), end, end),
-    )
-    return ring.changed(ids=ids, indices=indices).added(start, head=1, span=-1)
-
-
-@stage
-def _squeeze_chunk(
-    bounds: jax.Array,
-    ids: jax.Array,
-    indices: jax.Array,
-    read_to: jax.Array,
-    write_to: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compact the chunk that ends at `read_to` so that it ends at `write_to`."""
-    ring = Ring(ids=ids, bounds=bounds, indices=indices)
-    index = read_to - CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-    found, entry = _entries_of_one(ring, index)
-    rank = running_sum(entry.astype(jnp.int32))
-    target = _wrap(ring, ring.head + write_to - rank[-1] + rank - 1)
-    moved = jnp.where(entry, found, indices.shape[0])
-    return (
-        scatter(ids, jnp.where(entry, target, ids.shape[0]), found),
-        scatter(indices, moved, target),
-        read_to - CHUNK,
-        write_to - rank[-1],
-    )

@@ -5,12 +5,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, ring
-from jkv.metadata.lanes import MOST_COMPARED, Entries, find_chunk, for_each_entry
 from jkv.metadata.ring import Keep
-from jkv.metadata.xla_cpu import divide, running_sum, written_after
-from jkv.sharding.loops import while_loop
+from jkv.operations import (
+    MOST_COMPARED,
+    Entries,
+    divide,
+    find_chunk,
+    for_each_entry,
+    gather,
+    running_sum,
+    scatter,
+    scatter_add,
+    while_loop,
+    written_after,
+)
 from jkv.state import NO_SEQUENCE, BlockGroup, Metadata, Ring, SequenceRow
 from jkv.state.windows import Columns
 

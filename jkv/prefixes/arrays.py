@@ -1,6 +1,6 @@
 """Arrays of the prefix index.
 
-Symbols in shape comments as in `jkv.state.metadata`; P places of snapshots, X maximum
+Symbols in shape comments as in `jkv.state.metadata`; P snapshots, X maximum
 tokens of a sequence.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
+from jkv.operations import gather, scatter
 from jkv.state.index import NoIndex
 
 
@@ -22,15 +22,15 @@ class Snapshots:
     The tokens identify a snapshot. The least recently used one is evicted first.
     """
 
-    lengths: jax.Array  # i32[P], number of tokens, 0 for an empty place
+    lengths: jax.Array  # i32[P], number of tokens, 0 for an empty snapshot
     salts: jax.Array  # i32[P], cache salt
     hashes: jax.Array  # u32[P], hash of the tokens, which proposes a match
     num_pending: jax.Array  # i32[P], pending tokens among them
     last_used: jax.Array  # u32[P], value of `num_uses` at the last use
-    num_uses: jax.Array  # u32[], total uses of all places
-    texts: jax.Array  # i32[P, X], tokens, ignored past the length
+    num_uses: jax.Array  # u32[], total uses of all snapshots
+    tokens: jax.Array  # i32[P, X], tokens, ignored past the length
     # i32[S, X], recorded tokens of each sequence, -1 for none.
-    sequence_texts: jax.Array
+    sequence_tokens: jax.Array
     # Divides all lengths; static, as prompts are split by it.
     every: int = dataclasses.field(metadata={"static": True})
 
@@ -70,15 +70,15 @@ class IndexArrays(NoIndex):
     and rows are released from their end. (Not with a sliding window: see the last
     fields.)
 
-    `buckets` and `children` are hash tables with 8 and 16 entries per row. Entries may
-    be stale, so readers compare with the arrays by block.
+    `table` is a hash table with 12 entries per row, N where empty: N rows of blocks
+    by the hash of their prefix, then N rows by the hash of their parent.
+    Entries may be stale, so readers compare with the arrays by block.
 
     Functions of this package take the arrays; `jkv.prefixes.index.PrefixIndex` adds the
     methods for verbs.
     """
 
-    buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
-    children: jax.Array  # i32[N, 16], blocks by the hash of their parent, N where empty
+    table: jax.Array  # i32[2N, 12], `jkv.prefixes.hash_tables`
     hashes: jax.Array  # u32[N], hash of the prefix to the block's end, 0 if not indexed
     parents: jax.Array  # i32[N], the preceding block, N for the first of a prompt
     salts: jax.Array  # i32[N], cache salt
@@ -92,20 +92,31 @@ class IndexArrays(NoIndex):
     snapshots: Snapshots | None  # None without recurrent-state layers
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the leading group, N."""
+        return self.hashes.shape[0]
+
+    @property
     def snapshot_every(self) -> int | None:
         """Interval between snapshot lengths, None without snapshots."""
         return None if self.snapshots is None else self.snapshots.every
 
     @property
-    def num_places(self) -> int:
-        """Places for snapshots of states, P."""
+    def num_snapshots(self) -> int:
+        """Number of snapshots of states, P."""
         return 0 if self.snapshots is None else self.snapshots.lengths.shape[0]
 
     def count_snapshots(self) -> jax.Array:
-        """Return the number of places in use, i32[]."""
+        """Return the number of snapshots in use, i32[]."""
         if self.snapshots is None:
             return jnp.int32(0)
         return jnp.sum(self.snapshots.lengths > 0, dtype=jnp.int32)
+
+    def used_snapshots(self) -> jax.Array:
+        """Return True for places of snapshots in use, bool[P]."""
+        if self.snapshots is None:
+            return jnp.zeros((0,), bool)
+        return self.snapshots.lengths > 0
 
     def read(self, seq_ids: jax.Array) -> IndexRow:
         """Return the rows of sequences, i32[...]; ids out of range are clamped."""

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather
 from jkv.metadata import requests, tables
+from jkv.operations import gather
 from jkv.prefixes import hashing, proofs
 from jkv.prefixes.arrays import IndexRow
 from jkv.prefixes.hash_tables import Prefixes

@@ -6,10 +6,18 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
 from jkv.metadata import allocator, tables
-from jkv.metadata.lanes import MOST_COMPARED, Entries, find_equals, for_each_entry
 from jkv.metadata.part import Moves, parts_of
+from jkv.operations import (
+    MOST_COMPARED,
+    Entries,
+    find_equals,
+    for_each_entry,
+    fori_loop,
+    gather,
+    scatter,
+    while_loop,
+)
 from jkv.prefixes import hash_tables, prefix_index, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -21,13 +29,12 @@ from jkv.prefixes.columns import (
     first_lanes,
 )
 from jkv.prefixes.prefix_index import index_of, put_index
-from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, BlockGroup, Metadata
 
 
 @jax.jit
 def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves, ...]]:
-    """Index the blocks that a step filled, and choose places for snapshots.
+    """Index the blocks that a step filled, and choose snapshots to write.
 
     The step's keys and values are written. Return the metadata and the snapshots to
     copy, by part; () without snapshots.
@@ -35,9 +42,9 @@ def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
         return metadata, ()
-    metadata, places = snapshots.make(metadata, batch, continues)
+    metadata, snapshot_ids = snapshots.make(metadata, batch, continues)
     parts = parts_of(metadata)
-    return metadata, tuple(part.keep(batch.seq_ids, places) for part in parts)
+    return metadata, tuple(part.keep(batch.seq_ids, snapshot_ids) for part in parts)
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
@@ -111,6 +118,7 @@ def _commit_lanes(
         metadata,
         jnp.where(asks, columns.block, nothing),
         columns.prefixes,
+        columns.hashes_above,
         columns.owners == 1,
     )
     stands, parent = resolved.stands, columns.before
@@ -121,8 +129,6 @@ def _commit_lanes(
     )
     index, lengths = _prove(index, lanes, lengths, resolved, parent)
     is_visible = lanes.valid & (lanes.rank < lanes.spread(lengths))
-    listed = jnp.where(is_visible, resolved.enters, nothing)
-    index = hash_tables.insert_children(index, listed, columns.hashes_above)
     metadata = put_index(metadata, index)
 
     group, own = metadata.leading, columns.block
@@ -268,5 +274,5 @@ def _exchange(
     row = jnp.where(replaced, columns.row, group.max_sequences)
     block_tables = scatter(group.block_tables, (row, columns.column), other)
     group = dataclasses.replace(group, block_tables=block_tables)
-    group = allocator.add_references(group, jnp.where(replaced, other, nothing))
-    return allocator.drop_references(group, jnp.where(replaced, own, nothing))
+    own, other = (jnp.where(replaced, block, nothing) for block in (own, other))
+    return allocator.exchange_references(group, own, other)

@@ -1,19 +1,19 @@
-"""Hash tables of the prefix index: blocks by prefix, and by parent.
+"""The hash table of the prefix index: blocks by prefix, and by parent.
 
-A row has 8 entries for blocks, 16 for children. Entries are never removed: readers
-compare them with the arrays by block, and new entries overwrite stale ones.
+Its first N rows, the buckets, list blocks by their hash; the others list them by their
+parent's hash, for partial matches. A row has 12 entries. Entries are never removed:
+readers compare them with the arrays by block, and new entries overwrite stale ones.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather, scatter
-from jkv.metadata.lanes import find_equals
+from jkv.config.counts import ROW_SIZE
+from jkv.operations import find_equals, gather, scatter
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.prefix_index import index_of, tokens_of
@@ -36,19 +36,24 @@ class Resolved(NamedTuple):
 
     stands: jax.Array  # i32[P], the indexed equal block, N for none
     enters: jax.Array  # i32[P], the block itself if it enters, else N
-    row: jax.Array  # i32[P], its row in `buckets`
-    column: jax.Array  # i32[P]
+    row: jax.Array  # i32[2, P], its rows in the table: by prefix, by parent
+    column: jax.Array  # i32[2, P]
 
 
 def resolve(
-    metadata: Metadata, block: jax.Array, prefixes: Prefixes, may_enter: jax.Array
+    metadata: Metadata,
+    block: jax.Array,
+    prefixes: Prefixes,
+    hashes_above: jax.Array,
+    may_enter: jax.Array,
 ) -> Resolved:
-    """Find each block's equal in the index, or an entry for the block itself.
+    """Find each block's equal in the index, or entries for the block itself.
 
     Blocks are i32[P], N for none, and distinct where they may enter, bool[P]. Of
     several equal blocks in a call the first that may enter does, and the later ones
     resolve to it. A block does not enter if its bucket is full or its hash belongs to
-    other tokens.
+    other tokens. A full row of children overwrites one of its entries: a child without
+    an entry is not found as a partial match.
     """
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     equal = look_up(index, prefixes.hashes)
@@ -60,15 +65,17 @@ def resolve(
     first = find_equals(prefixes.hashes, wants).first
     lane = jnp.arange(block.shape[0], dtype=jnp.int32)
 
-    row = row_of(index.buckets, prefixes.hashes)
-    width = index.buckets.shape[1]
-    free = _find_free(index, index.buckets, row, lambda _, hashes: hashes)
-    column = _find_entries(free, width, row, wants & (first == lane))
-    enters = jnp.where(column < width, block, nothing)
+    rows = jnp.stack(
+        [row_of(index, prefixes.hashes), child_row_of(index, hashes_above)]
+    )
+    claims = jnp.tile(wants & (first == lane), 2)
+    column = _find_entries(_find_free(index, rows, block), rows.reshape(-1), claims)
+    column = column.reshape(2, -1)
+    enters = jnp.where(column[0] < ROW_SIZE, block, nothing)
     theirs = jax.tree.map(lambda each: gather(each, first), prefixes)
     follows = (block < nothing) & (first < lane) & _agree(theirs, prefixes)
     new = gather(enters, jnp.where(follows, first, lane))
-    return Resolved(jnp.where(is_equal, equal, new), enters, row, column)
+    return Resolved(jnp.where(is_equal, equal, new), enters, rows, column)
 
 
 def enter(
@@ -80,9 +87,11 @@ def enter(
 ) -> IndexArrays:
     """Index blocks without an equal, with their keys, [P], and parents."""
     block = resolved.enters
+    row = jnp.where(block < index.num_blocks, resolved.row, index.table.shape[0])
+    listed = jnp.broadcast_to(block, row.shape)
     index = dataclasses.replace(
         index,
-        buckets=_put(index.buckets, resolved.row, resolved.column, block),
+        table=scatter(index.table, (row, resolved.column), listed),
         hashes=scatter(index.hashes, block, prefixes.hashes),
         salts=scatter(index.salts, block, prefixes.salts),
     )
@@ -97,25 +106,9 @@ def enter(
     )
 
 
-def insert_children(
-    index: IndexArrays, block: jax.Array, parent_hash: jax.Array
-) -> IndexArrays:
-    """Add blocks, i32[P], to their parents' hashes, u32[P]; N is dropped.
-
-    A full row overwrites one of its entries. A child without an entry is not found as a
-    partial match.
-    """
-    table, lists = index.children, block < index.hashes.shape[0]
-    row, width = row_of(table, ~parent_hash), table.shape[1]
-    free = _find_free(index, table, row, lambda listed, _: ~hash_above(index, listed))
-    free = jnp.where(free == 0, 1 << (block % width), free)
-    column = _find_entries(free, width, row, lists)
-    return dataclasses.replace(index, children=_put(table, row, column, block))
-
-
 def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
     """Return the indexed block with each hash, i32[...], N for none."""
-    bucket = gather(index.buckets, row_of(index.buckets, hashes))
+    bucket = gather(index.table, row_of(index, hashes))
     theirs = gather(index.hashes, bucket, fill=0)
     # 0 marks unindexed blocks; a prefix with that hash is never found.
     hit = (theirs == hashes[..., None]) & (hashes != 0)[..., None]
@@ -161,50 +154,54 @@ def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
     return jnp.where(parent < index.hashes.shape[0], above, root)
 
 
-def _find_entries(
-    free: jax.Array, width: int, row: jax.Array, claims: jax.Array
-) -> jax.Array:
+def _find_entries(free: jax.Array, row: jax.Array, claims: jax.Array) -> jax.Array:
     """Assign a free entry of its row, i32[P], to each claiming lane, bool[P].
 
-    `free` is a bit mask of W entries, i32[P]. Lanes of one row get its entries in turn;
-    W, past the row's end, if there are no more.
+    `free` is a bit mask of a row's entries, i32[P]. Lanes of one row get its entries in
+    turn; `ROW_SIZE`, past the row's end, if there are no more.
     """
     rank, free = find_equals(row, claims).rank[:, None], free[:, None]
-    entry = np.arange(width, dtype=np.int32)[None]
+    entry = np.arange(ROW_SIZE, dtype=np.int32)[None]
     free_before = jax.lax.population_count(free & ((1 << entry) - 1))
     is_free = (free >> entry) & 1 == 1
     is_mine = is_free & (free_before == rank) & claims[:, None]
-    return jnp.min(jnp.where(is_mine, entry, width), axis=1)
+    return jnp.min(jnp.where(is_mine, entry, ROW_SIZE), axis=1)
 
 
-def _find_free(
-    index: IndexArrays,
-    table: jax.Array,
-    row: jax.Array,
-    keys_of: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
-    """Return the free entries of rows, i32[P], as bit masks.
+def _find_free(index: IndexArrays, rows: jax.Array, block: jax.Array) -> jax.Array:
+    """Return the free entries of the rows of blocks, i32[2, P], as bit masks, i32[2P].
 
-    `keys_of` returns the table's keys, u32[P, W], of blocks and their hashes.
+    The first half are buckets. A full row of children has a free entry nevertheless.
     """
-    listed = gather(table, row)
+    listed = gather(index.table, rows)
     hashes = gather(index.hashes, listed, fill=0)
-    is_stale = (hashes == 0) | (row_of(table, keys_of(listed, hashes)) != row[:, None])
+    keys = jnp.stack(
+        [
+            row_of(index, hashes[0]),
+            child_row_of(index, hash_above(index, listed[1])),
+        ]
+    )
+    is_stale = (hashes == 0) | (keys != rows[..., None])
     # A repetition of an earlier entry in the row is free, too.
-    earlier = np.tri(listed.shape[1], k=-1, dtype=bool)[None]
-    is_repeated = jnp.any((listed[:, :, None] == listed[:, None, :]) & earlier, axis=2)
-    bits = np.left_shift(1, np.arange(listed.shape[1]), dtype=np.int32)[None]
-    return jnp.sum(jnp.where(is_stale | is_repeated, bits, 0), axis=1, dtype=jnp.int32)
+    earlier = np.tri(ROW_SIZE, k=-1, dtype=bool)[None, None]
+    is_repeated = jnp.any((listed[..., None] == listed[..., None, :]) & earlier, axis=3)
+    bits = np.left_shift(1, np.arange(ROW_SIZE), dtype=np.int32)[None, None]
+    free = jnp.where(is_stale | is_repeated, bits, 0)
+    buckets, children = jnp.sum(free, axis=2, dtype=jnp.int32)
+    children = jnp.where(children == 0, 1 << (block % ROW_SIZE), children)
+    return jnp.concatenate([buckets, children])
 
 
-def _put(
-    table: jax.Array, row: jax.Array, column: jax.Array, block: jax.Array
-) -> jax.Array:
-    """Write blocks, i32[P], to distinct entries of a table; N is dropped."""
-    row = jnp.where(block < table.shape[0], row, table.shape[0])
-    return scatter(table, (row, column), block)
+def row_of(index: IndexArrays, hashes: jax.Array) -> jax.Array:
+    """Return the bucket of each hash, i32[...]."""
+    return _spread(hashes, index.num_blocks)
 
 
-def row_of(table: jax.Array, hashes: jax.Array) -> jax.Array:
-    """Return the row of each hash in a table, i32[...]."""
-    return (hashing.mixed(hashes) % np.uint32(table.shape[0])).astype(jnp.int32)
+def child_row_of(index: IndexArrays, hashes_above: jax.Array) -> jax.Array:
+    """Return the row of the children of a prefix, i32[...]."""
+    return index.num_blocks + _spread(~hashes_above, index.num_blocks)
+
+
+def _spread(hashes: jax.Array, num_rows: int) -> jax.Array:
+    """Return a row below `num_rows` for each hash, i32[...]."""
+    return (hashing.mixed(hashes) % np.uint32(num_rows)).astype(jnp.int32)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather
+from jkv.operations import gather
 
 # Odd constants that spread bits: the golden ratio's, and those of MurmurHash3's
 # finaliser (A. Appleby, public domain).

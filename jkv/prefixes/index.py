@@ -27,9 +27,13 @@ class PrefixIndex(IndexArrays):
     is_there = True
 
     def find(
-        self, metadata: Metadata, tokens: jax.Array | None, salts: jax.Array
+        self,
+        metadata: Metadata,
+        tokens: jax.Array | None,
+        salts: jax.Array,
+        recomputes_last: bool = False,
     ) -> Found:
-        return prompt_search.find(metadata, tokens, salts)
+        return prompt_search.find(metadata, tokens, salts, recomputes_last)
 
     def find_state(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
@@ -50,8 +54,8 @@ class PrefixIndex(IndexArrays):
     ) -> jax.Array | None:
         return prompt_search.find_divergence_after(metadata, seq_ids, lengths, tokens)
 
-    def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
-        return sequences.texts_of(metadata, row)
+    def tokens_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
+        return sequences.tokens_of(metadata, row)
 
     def epochs_of(self, seq_ids: jax.Array) -> jax.Array:
         return self.read(seq_ids).epoch
@@ -84,7 +88,7 @@ class PrefixIndex(IndexArrays):
     def record(
         self, metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
     ) -> Metadata:
-        return sequences.record_texts(metadata, row, position, tokens)
+        return sequences.record_tokens(metadata, row, position, tokens)
 
     def inherit(
         self,

@@ -20,10 +20,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
-from jkv.metadata.xla_cpu import stage, written_after
+from jkv.operations import gather, scatter, stage, when, written_after
 from jkv.prefixes.arrays import IndexArrays, PairedBlocks
-from jkv.sharding.loops import when
 from jkv.state import Metadata
 
 

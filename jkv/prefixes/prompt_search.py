@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather, scatter
+from jkv.operations import gather, scatter
 from jkv.prefixes import hash_tables, hashing, proofs
 from jkv.prefixes.hash_tables import Prefixes
 from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
@@ -41,14 +41,30 @@ class _Whole(NamedTuple):
     state: FoundState | None  # the snapshot at their end; None without states
 
 
-def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
-    """Look up prompts, i32[B, P], padded with -1, except the last token of each."""
+def find(
+    metadata: Metadata,
+    tokens: jax.Array | None,
+    salts: jax.Array,
+    recomputes_last: bool = False,
+) -> Found:
+    """Look up prompts, i32[B, P], padded with -1, except the last token of each.
+
+    With `recomputes_last` the last token found does not count, unless there are states,
+    which cannot be cut by a token. Its block is copied, with the keys that it has.
+    """
     if tokens is None:
         return find_nothing(metadata, salts.shape)
     prompts = _measure(metadata, tokens, salts)
-    whole = _find_whole(metadata, prompts)
+    again = int(recomputes_last)
+    whole = _find_whole(metadata, prompts, again)
     parts, num_part = _find_part(metadata, prompts, whole)
+    num_again = None
+    if recomputes_last and whole.tip is not None:
+        whole, parts, num_part = _copy_last(metadata, whole, parts, num_part)
+        num_again = (num_part > 0).astype(jnp.int32)
     num_tokens = whole.num * metadata.block_size + num_part
+    if num_again is not None:
+        num_tokens -= num_again
     groups = {}
     for number, blocks in whole.blocks.items():
         group, part = metadata.groups[number], parts[number]
@@ -59,7 +75,22 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
         blocks = jnp.where(needed, blocks, group.num_blocks)
         gap = group.window.unseen_from(num_tokens, group.block_size)
         groups[number] = FoundBlocks(blocks, gap, part)
-    return Found(whole.num, num_part, groups, whole.state)
+    return Found(whole.num, num_part, groups, whole.state, num_again)
+
+
+def _copy_last(
+    metadata: Metadata, whole: _Whole, parts: dict[int, jax.Array], num_part: jax.Array
+) -> tuple[_Whole, dict[int, jax.Array], jax.Array]:
+    """Copy the last whole block found instead of sharing it, where nothing follows."""
+    is_copied = (num_part == 0) & (whole.num > 0)
+    last = whole.num[:, None] - 1
+    parts = {
+        i: jnp.where(is_copied, _at(blocks, last, metadata.groups[i].num_blocks), part)
+        for (i, blocks), part in zip(whole.blocks.items(), parts.values(), strict=True)
+    }
+    num_part = jnp.where(is_copied, metadata.block_size, num_part)
+    num = whole.num - is_copied.astype(jnp.int32)
+    return whole._replace(num=num), parts, num_part
 
 
 def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompts:
@@ -87,7 +118,7 @@ def find_divergence_after(
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
-    known = gather(snapshots.sequence_texts, seq_ids)
+    known = gather(snapshots.sequence_tokens, seq_ids)
     num_sequences, most = known.shape
     position = jnp.arange(most, dtype=jnp.int32)[None]
     known = jnp.where(position < lengths[:, None], known, -1)
@@ -131,22 +162,25 @@ def _hash_columns(metadata: Metadata, prompts: _Prompts) -> _Hashed:
     return _Hashed(whole, column, start, start[:, None] + sums)
 
 
-def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
-    """Find leading blocks of prompts, all columns at once."""
+def _find_whole(metadata: Metadata, prompts: _Prompts, again: int = 0) -> _Whole:
+    """Find leading blocks of prompts, all columns at once.
+
+    Windows must also hold what the last `again` tokens found attend to.
+    """
     hashed = _hash_columns(metadata, prompts)
     if snapshots := snapshots_of(metadata):
         goes_on = (hashed.column + 1) * metadata.block_size <= prompts.usable[:, None]
         blocks: dict[int, jax.Array] = {}
         if metadata.block_numbers:
             block, _ = _look_up(metadata, prompts, hashed)
-            blocks, reach = _reach(metadata, block)
+            blocks, reach = _reach(metadata, block, 0)
             goes_on &= reach
-        num, place = find_longest(
+        num, snapshot_id = find_longest(
             metadata, snapshots, prompts.tokens, prompts.salts, hashed.hashes, goes_on
         )
-        return _Whole(blocks, num, None, state_at(snapshots, place))
+        return _Whole(blocks, num, None, state_at(snapshots, snapshot_id))
     block, wide = _look_up(metadata, prompts, hashed)
-    blocks, goes_on = _reach(metadata, block)
+    blocks, goes_on = _reach(metadata, block, again)
     num = jnp.max(jnp.where(goes_on, hashed.column + 1, 0), axis=1, initial=0)
 
     last, is_empty = num[:, None] - 1, num == 0
@@ -182,7 +216,7 @@ def _look_up(
 
 
 def _reach(
-    metadata: Metadata, block: jax.Array
+    metadata: Metadata, block: jax.Array, again: int
 ) -> tuple[dict[int, jax.Array], jax.Array]:  # i32[B, C] by number; bool[B, C]
     """Return the blocks of all groups, and where all groups can continue."""
     blocks = {
@@ -190,7 +224,7 @@ def _reach(
         for number in metadata.block_numbers
     }
     reaches = [
-        group.window.reaches(theirs < group.num_blocks, metadata.block_size)
+        group.window.reaches(theirs < group.num_blocks, metadata.block_size, again)
         for group, theirs in zip(metadata.block_groups, blocks.values(), strict=True)
     ]
     return blocks, functools.reduce(operator.and_, reaches)
@@ -214,7 +248,7 @@ def _find_part(
     offset = jnp.arange(size, dtype=jnp.int32)[None]
     rest = _at_each(prompts.tokens, num[:, None] * size + offset, -1)
     at_most = jnp.minimum(prompts.usable - num * size, size - 1)
-    child = gather(index.children, hash_tables.row_of(index.children, ~whole.tip.hash))
+    child = gather(index.table, hash_tables.child_row_of(index, whole.tip.hash))
     is_child = (
         (gather(index.hashes, child, fill=0) != 0)
         & (gather(index.salts, child) == prompts.salts[:, None])

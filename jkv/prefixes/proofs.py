@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather
 from jkv.metadata import tables
+from jkv.operations import gather
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.prefix_index import index_of, tokens_of

@@ -7,9 +7,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
 from jkv.metadata import allocator
-from jkv.metadata.lanes import MOST_COMPARED
+from jkv.operations import MOST_COMPARED, fori_loop, gather, scatter, while_loop
 from jkv.prefixes import hash_tables
 from jkv.prefixes.arrays import IndexArrays, PairedBlocks
 from jkv.prefixes.hash_tables import Prefixes, hash_above
@@ -21,7 +20,6 @@ from jkv.prefixes.prefix_index import (
     with_follower,
     with_index,
 )
-from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Metadata
 
 Carry = TypeVar("Carry")
@@ -51,8 +49,7 @@ def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metad
     index = dataclasses.replace(
         index,
         # Rows depend on hashes, not on ids: entries are renamed in place.
-        buckets=renamed(index.buckets),
-        children=renamed(index.children),
+        table=renamed(index.table),
         hashes=moved(index.hashes, 0),
         parents=renamed(moved(index.parents, num_old)),
         salts=moved(index.salts, 0),
@@ -74,11 +71,11 @@ def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metad
 
 
 def reenter(metadata: Metadata) -> Metadata:
-    """Index the blocks again, in hash tables with one row per block.
+    """Index the blocks again, in a hash table for their number.
 
     A block whose new row is full leaves the index, with all its descendants.
     """
-    before, num_blocks = index_of(metadata), metadata.leading.num_blocks
+    before = index_of(metadata)
     was_indexed = before.hashes != 0
     metadata, hashes = _enter_anew(metadata)
     metadata = with_index(
@@ -86,19 +83,6 @@ def reenter(metadata: Metadata) -> Metadata:
         hashes=hashes,
         rows=index_of(metadata).with_committed(_still_committed(metadata, hashes)).rows,
     )
-
-    # Listed children only: a parent may have more children than a row has entries.
-    listed = scatter(jnp.zeros((num_blocks,), bool), before.children, True)
-    listed &= hashes != 0
-
-    def list_some(index: IndexArrays, block: jax.Array) -> IndexArrays:
-        is_listed = gather(listed, block, fill=False)
-        above = hash_above(index, block)
-        block = jnp.where(is_listed, block, num_blocks)
-        return hash_tables.insert_children(index, block, above)
-
-    index = _for_all_blocks(num_blocks, list_some, index_of(metadata))
-    metadata = put_index(metadata, index)
 
     group = metadata.leading
     lost = was_indexed & (hashes == 0) & (group.reference_counts == 0)
@@ -109,11 +93,9 @@ def reenter(metadata: Metadata) -> Metadata:
 def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     """Fill empty tables; return the hashes of blocks that stay, u32[N], or 0."""
     before, num_blocks = index_of(metadata), metadata.leading.num_blocks
-    empty = dataclasses.replace(
-        before,
-        buckets=_emptied(before.buckets, num_blocks),
-        children=_emptied(before.children, num_blocks),
-    )
+    shape = 2 * num_blocks, before.table.shape[1]
+    table = jnp.full(shape, num_blocks, jnp.int32)
+    empty = dataclasses.replace(before, table=table)
     tokens, wide = tokens_of(metadata), before.wide_hashes
 
     def enter_some(
@@ -129,7 +111,8 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         parents = gather(before.parents, block)
         above = hash_above(before, block)
         now = put_index(metadata, index)
-        resolved = hash_tables.resolve(now, block, prefixes, prefixes.hashes != 0)
+        may_enter = prefixes.hashes != 0
+        resolved = hash_tables.resolve(now, block, prefixes, above, may_enter)
         index = hash_tables.enter(index, resolved, prefixes, parents, above)
         return index, scatter(stays, resolved.enters, True)
 
@@ -140,7 +123,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         parent = gather(hashes, before.parents, fill=1)
         return (hashes != 0) & (parent == 0)
 
-    # Rarely any trips: a row has eight entries for one block on average.
+    # Rarely any trips: a row has 12 entries for one block on average.
     hashes = while_loop(
         lambda hashes: jnp.any(is_cut_off(hashes)),
         lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
@@ -160,11 +143,6 @@ def _for_all_blocks(
         lambda i, carry: body(carry, jnp.minimum(i * MOST_COMPARED + lane, num_blocks)),
         carry,
     )
-
-
-def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
-    """Return an empty hash table, i32[num_rows, entries]."""
-    return jnp.full((num_rows, table.shape[1]), num_rows, jnp.int32)
 
 
 def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 A sequence has an *epoch*, the tick of its opening, last truncation or reordering. A
 step planned in another epoch commits nothing.
 
-`sequence_texts` has the recorded tokens of sequences, which snapshots copy. Without
+`sequence_tokens` has the recorded tokens of sequences, which snapshots copy. Without
 snapshots, tokens are recorded only with the blocks.
 """
 
@@ -12,13 +12,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
 from jkv.metadata import requests
-from jkv.metadata.lanes import for_each_of
+from jkv.operations import for_each_of, gather, scatter, when
 from jkv.prefixes.arrays import IndexRow
 from jkv.prefixes.prefix_index import index_of, put_index
 from jkv.prefixes.snapshots import snapshots_of, with_snapshots
-from jkv.sharding.loops import when
 from jkv.state import Metadata
 from jkv.status import Counter
 
@@ -35,7 +33,7 @@ def begin(
     if tokens is None:
         return metadata
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    metadata = record_texts(metadata, row[:, None], position, tokens)
+    metadata = record_tokens(metadata, row[:, None], position, tokens)
     served = row < metadata.max_sequences
     looked_up = (tokens >= 0) & served[:, None]
     sums = {
@@ -50,7 +48,7 @@ def enter(
     metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
 ) -> Metadata:
     """Set the salts and committed tokens of swapped-in rows, i32[B] each."""
-    metadata = _change(metadata, lambda texts: scatter(texts, row, -1))
+    metadata = _change(metadata, lambda recorded: scatter(recorded, row, -1))
     return _note_opened(metadata, row, salts, known)
 
 
@@ -64,7 +62,7 @@ def inherit(
     """Copy the parents' salts and tokens to rows, capped at `lengths`, i32[B] each."""
     nothing = metadata.max_sequences
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
-    metadata = _copy_texts(metadata, row, source, is_exchange=is_exchange)
+    metadata = _copy_tokens(metadata, row, source, is_exchange=is_exchange)
     index = index_of(metadata)
     known = index.read(parents)
     committed = jnp.minimum(known.committed, lengths)
@@ -93,40 +91,43 @@ def _note_opened(
     return put_index(metadata, index.write(row, IndexRow(committed, salts, stamp)))
 
 
-def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:
+def tokens_of(metadata: Metadata, row: jax.Array) -> jax.Array:
     """Return the recorded tokens of rows, i32[..., X], -1 for none."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
-    return gather(snapshots.sequence_texts, row, fill=-1)
+    return gather(snapshots.sequence_tokens, row, fill=-1)
 
 
-def record_texts(
+def record_tokens(
     metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
 ) -> Metadata:
     """Record tokens, i32[...], at positions of rows; S is dropped."""
-    return _change(metadata, lambda texts: scatter(texts, (row, position), tokens))
+    return _change(
+        metadata, lambda recorded: scatter(recorded, (row, position), tokens)
+    )
 
 
-def _copy_texts(
+def _copy_tokens(
     metadata: Metadata, row: jax.Array, source: jax.Array, *, is_exchange: bool
 ) -> Metadata:
     """Copy other rows' tokens, i32[B], S for none; an exchange reads all first."""
     is_copied = source < metadata.max_sequences
 
-    def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
-        rows = gather(texts, source)
-        return scatter(texts, row, rows)
+    def exchange(recorded: jax.Array, source: jax.Array) -> jax.Array:
+        rows = gather(recorded, source)
+        return scatter(recorded, row, rows)
 
-    def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
-        text = gather(texts, gather(source, request))
-        return scatter(texts, gather(row, request), text)
+    def copy(request: jax.Array, recorded: jax.Array) -> jax.Array:
+        tokens = gather(recorded, gather(source, request))
+        return scatter(recorded, gather(row, request), tokens)
 
     if is_exchange:
         return _change(
-            metadata, lambda texts: when(jnp.any(is_copied), exchange, texts, source)
+            metadata,
+            lambda recorded: when(jnp.any(is_copied), exchange, recorded, source),
         )
-    return _change(metadata, lambda texts: for_each_of(is_copied, copy, texts))
+    return _change(metadata, lambda recorded: for_each_of(is_copied, copy, recorded))
 
 
 def _change(metadata: Metadata, change: Callable[[jax.Array], jax.Array]) -> Metadata:
@@ -134,4 +135,4 @@ def _change(metadata: Metadata, change: Callable[[jax.Array], jax.Array]) -> Met
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return metadata
-    return with_snapshots(metadata, sequence_texts=change(snapshots.sequence_texts))
+    return with_snapshots(metadata, sequence_tokens=change(snapshots.sequence_tokens))

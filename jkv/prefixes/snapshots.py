@@ -2,8 +2,8 @@
 
 A state cannot be truncated: a prompt continues from a length at which its state was
 copied. `commit` copies the state of each sequence at multiples of `snapshot_every`.
-Each distinct prefix has one place with a copy of its tokens, so an eviction affects no
-other place. The least recently used place is evicted first.
+Each distinct prefix has one snapshot with a copy of its tokens, so an eviction affects
+no other one. The least recently used snapshot is evicted first.
 
 Copies at divergence points are from Marconi (https://arxiv.org/abs/2411.19379):
 `find_common` returns the divergence point of a prompt.
@@ -16,12 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter, scatter_max
-from jkv.metadata.lanes import for_each_of
+from jkv.operations import for_each_of, gather, scatter, scatter_max, while_loop
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import Snapshots
 from jkv.prefixes.prefix_index import index_of, with_index
-from jkv.sharding.loops import while_loop
 from jkv.state import Batch, Metadata
 from jkv.state.index import FoundState
 
@@ -45,7 +43,7 @@ def find_longest(
     salts: jax.Array,  # i32[B]
     hashes: jax.Array,  # u32[B, C], up to each column's end
     goes_on: jax.Array,  # bool[B, C], True if groups with blocks can continue there
-) -> tuple[jax.Array, jax.Array]:  # i32[B], columns before it, 0 for none; its place
+) -> tuple[jax.Array, jax.Array]:  # i32[B], columns before it, 0 for none; its id
     """Find the longest snapshot of each prompt after which all groups can continue."""
     none, num_columns = snapshots.lengths.shape[0], hashes.shape[1]
     if num_columns == 0:
@@ -70,7 +68,7 @@ def find_longest(
 
     def is_wrong(proposed: jax.Array) -> jax.Array:
         length, best = choose(proposed)
-        theirs = gather(snapshots.texts[:, :width], best)
+        theirs = gather(snapshots.tokens[:, :width], best)
         theirs = jnp.pad(theirs, ((0, 0), (0, width - theirs.shape[1])))
         return jnp.any((theirs != tokens) & (position < length[:, None]), axis=1)
 
@@ -79,8 +77,8 @@ def find_longest(
     ) -> tuple[jax.Array, jax.Array]:
         proposed, wrong = state
         _, best = choose(proposed)
-        places = jnp.arange(none, dtype=jnp.int32)[None]
-        proposed &= ~(wrong[:, None] & (places == best[:, None]))
+        snapshot_ids = jnp.arange(none, dtype=jnp.int32)[None]
+        proposed &= ~(wrong[:, None] & (snapshot_ids == best[:, None]))
         return proposed, is_wrong(proposed)
 
     # More trips only if two sequences have one hash.
@@ -95,13 +93,13 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
     """Return the divergence point of prompts, i32[B, P], from snapshots' tokens."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
-    width = min(tokens.shape[1], snapshots.texts.shape[1])
-    texts, prompts = snapshots.texts[:, :width], tokens[:, :width]
+    width = min(tokens.shape[1], snapshots.tokens.shape[1])
+    stored, prompts = snapshots.tokens[:, :width], tokens[:, :width]
     position = jnp.arange(width, dtype=jnp.int32)[None]
 
     # One prompt at a time, to bound the memory of the comparison.
     def compare(request: jax.Array, common: jax.Array) -> jax.Array:
-        differs = texts != gather(prompts, request)
+        differs = stored != gather(prompts, request)
         differs |= position >= snapshots.lengths[:, None]
         end = jnp.min(jnp.where(differs, position, width), axis=1, initial=width)
         end = jnp.where(snapshots.salts == gather(salts, request), end, 0)
@@ -111,10 +109,10 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
     return for_each_of(prompts[:, 0] >= 0, compare, common)
 
 
-def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
-    """Return the snapshots at places, i32[B], P for none."""
-    pending = gather(snapshots.num_pending, place, fill=0)
-    return FoundState(place, pending, snapshots.lengths.shape[0])
+def state_at(snapshots: Snapshots, snapshot_id: jax.Array) -> FoundState:
+    """Return snapshots by id, i32[B], P for none."""
+    pending = gather(snapshots.num_pending, snapshot_id, fill=0)
+    return FoundState(snapshot_id, pending, snapshots.lengths.shape[0])
 
 
 def find_at(
@@ -124,31 +122,31 @@ def find_at(
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
-    known, none = snapshots.sequence_texts, snapshots.lengths.shape[0]
+    known, none = snapshots.sequence_tokens, snapshots.lengths.shape[0]
     salts = index_of(metadata).read(seq_ids).salt
 
-    def look(request: jax.Array, places: jax.Array) -> jax.Array:
-        text = gather(known, gather(seq_ids, request))
-        place, _ = _find_text(
-            snapshots, text[0], gather(lengths, request), gather(salts, request)
+    def look(request: jax.Array, snapshot_ids: jax.Array) -> jax.Array:
+        tokens = gather(known, gather(seq_ids, request))
+        snapshot_id, _ = _find_snapshot(
+            snapshots, tokens[0], gather(lengths, request), gather(salts, request)
         )
-        return places.at[request].set(place)
+        return snapshot_ids.at[request].set(snapshot_id)
 
-    places = jnp.full(seq_ids.shape, none, jnp.int32)
-    return state_at(snapshots, for_each_of(lengths > 0, look, places))
+    snapshot_ids = jnp.full(seq_ids.shape, none, jnp.int32)
+    return state_at(snapshots, for_each_of(lengths > 0, look, snapshot_ids))
 
 
-def _find_text(
-    snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
+def _find_snapshot(
+    snapshots: Snapshots, tokens: jax.Array, length: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the place of a sequence's first tokens, or P, and if all are recorded."""
-    counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
-    is_known = jnp.all((text >= 0) | ~counts)
-    alike = jnp.all((snapshots.texts == text[None]) | ~counts[None], axis=1)
+    """Return the id of a sequence's snapshot, or P, and if its tokens are recorded."""
+    counts = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
+    is_known = jnp.all((tokens >= 0) | ~counts)
+    alike = jnp.all((snapshots.tokens == tokens[None]) | ~counts[None], axis=1)
     alike &= (snapshots.lengths == length) & (snapshots.salts == salt) & is_known
-    place = jnp.argmax(alike).astype(jnp.int32)
+    snapshot_id = jnp.argmax(alike).astype(jnp.int32)
     none = snapshots.lengths.shape[0]
-    return jnp.where(jnp.any(alike), place, none)[None], is_known
+    return jnp.where(jnp.any(alike), snapshot_id, none)[None], is_known
 
 
 def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
@@ -156,12 +154,12 @@ def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
     snapshots = snapshots_of(metadata)
     if snapshots is None or found is None:
         return metadata
-    place, is_used = found.place, found.place < found.none
+    snapshot_id, is_used = found.snapshot_id, found.snapshot_id < found.none
     rank = jnp.cumsum(is_used.astype(jnp.uint32), dtype=jnp.uint32)
     stamps = snapshots.num_uses + rank
     return with_snapshots(
         metadata,
-        last_used=scatter_max(snapshots.last_used, place, stamps),
+        last_used=scatter_max(snapshots.last_used, snapshot_id, stamps),
         num_uses=snapshots.num_uses + jnp.sum(is_used, dtype=jnp.uint32),
     )
 
@@ -169,11 +167,11 @@ def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
 def make(
     metadata: Metadata, batch: Batch, continues: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Choose places for snapshots of sequences that a step left at a multiple.
+    """Choose snapshots for sequences that a step left at a multiple.
 
     Only continuing requests, bool[B], with all their tokens committed get one. Return
-    the metadata and the places to copy their rows to, i32[B], P for none. Of several
-    requests with one place the last has it.
+    the metadata and the ids to copy their rows to, i32[B], P for none. Of several
+    requests with one id the last has it.
     """
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
@@ -184,11 +182,11 @@ def make(
         continues & is_now & (committed == length) & (length % snapshots.every == 0)
     )
     none = snapshots.lengths.shape[0]
-    places = jnp.full(seq_ids.shape, none, jnp.int32)
+    snapshot_ids = jnp.full(seq_ids.shape, none, jnp.int32)
     made = for_each_of(
         is_due,
         lambda request, carry: _make_one(metadata, batch, request, *carry),
-        (snapshots, places),
+        (snapshots, snapshot_ids),
     )
     return with_index(metadata, snapshots=made[0]), made[1]
 
@@ -198,21 +196,21 @@ def _make_one(
     batch: Batch,
     request: jax.Array,
     snapshots: Snapshots,
-    places: jax.Array,
+    snapshot_ids: jax.Array,
 ) -> tuple[Snapshots, jax.Array]:
-    """Find the place of one request's tokens, i32[1], or evict one for it."""
+    """Find the snapshot of one request's tokens, i32[1], or evict one for it."""
     seq_id, length = (
         gather(batch.seq_ids, request),
         gather(batch.context_lengths, request),
     )
-    text = gather(snapshots.sequence_texts, seq_id)[0]
+    tokens = gather(snapshots.sequence_tokens, seq_id)[0]
     salt = index_of(metadata).read(seq_id).salt
-    place, is_known = _find_text(snapshots, text, length, salt)
+    snapshot_id, is_known = _find_snapshot(snapshots, tokens, length, salt)
     none = snapshots.lengths.shape[0]
-    is_new = (place == none) & is_known
+    is_new = (snapshot_id == none) & is_known
     oldest = jnp.argmin(snapshots.last_used).astype(jnp.int32)[None]
     target = jnp.where(is_new, oldest, none)
-    used = jnp.where(is_new, oldest, place)
+    used = jnp.where(is_new, oldest, snapshot_id)
     stamp = snapshots.num_uses + is_known.astype(jnp.uint32)
 
     snapshots = put_at(
@@ -220,29 +218,33 @@ def _make_one(
         target,
         lengths=length,
         salts=salt,
-        hashes=hash_text(text, salt, length, metadata.block_size),
+        hashes=hash_tokens(tokens, salt, length, metadata.block_size),
         num_pending=metadata.sequences.pending_of(seq_id),
-        texts=text[None],
+        tokens=tokens[None],
     )
     snapshots = put_at(snapshots, used, last_used=stamp)
     snapshots = dataclasses.replace(snapshots, num_uses=stamp)
-    return snapshots, places.at[request].set(target)
+    return snapshots, snapshot_ids.at[request].set(target)
 
 
-def put_at(snapshots: Snapshots, places: jax.Array, **values: jax.Array) -> Snapshots:
-    """Return snapshots with other values at places, i32[W]; P is dropped."""
+def put_at(
+    snapshots: Snapshots, snapshot_ids: jax.Array, **values: jax.Array
+) -> Snapshots:
+    """Return snapshots with other values for ids, i32[W]; P is dropped."""
     changed: dict[str, Any] = {
-        name: scatter(getattr(snapshots, name), places, value)
+        name: scatter(getattr(snapshots, name), snapshot_ids, value)
         for name, value in values.items()
     }
     return dataclasses.replace(snapshots, **changed)
 
 
-def hash_text(
-    text: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
+def hash_tokens(
+    tokens: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
 ) -> jax.Array:
     """Return the hash of the whole blocks of a sequence, as in the index, u32[1]."""
-    columns = jnp.pad(text, (0, -text.shape[0] % block_size)).reshape(-1, block_size)
+    columns = jnp.pad(tokens, (0, -tokens.shape[0] % block_size)).reshape(
+        -1, block_size
+    )
     column = jnp.arange(columns.shape[0], dtype=jnp.int32)
     terms = hashing.column_hash(columns, column)
     terms = jnp.where(column < length // block_size, terms, jnp.uint32(0))

@@ -11,10 +11,10 @@ Only blocks computed from indexed blocks are indexed: a sequence with a gap in i
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
+from jkv.arguments import as_index
 from jkv.metadata import allocator, requests, ring
-from jkv.metadata.requests import Integer, Integers, Texts
-from jkv.metadata.xla_cpu import running_sum
+from jkv.metadata.requests import Integer, IntegerRows, Integers
+from jkv.operations import gather, running_sum, scatter
 from jkv.prefixes import prefix_index, prompt_search
 from jkv.prefixes.prefix_index import index_of, with_index
 from jkv.prefixes.snapshots import are_oldest, forget_snapshots, snapshots_of
@@ -24,7 +24,7 @@ from jkv.verbs.lookups import length_of, row_of
 
 
 @takes_cache()
-def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
+def match(cache: Cache, tokens: IntegerRows, salts: Integers = 0) -> jax.Array:
     """Return the number of cached tokens that `allocate` would find now.
 
     Args:
@@ -167,7 +167,7 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
       >>> cache = jkv.evict_cached(jkv.init(config), 2)
     """
     index_of(cache.metadata)
-    count = requests.as_index(num_blocks)
+    count = as_index(num_blocks)
     return cache.with_metadata(_evict_cached(cache.metadata, count))
 
 
@@ -199,7 +199,7 @@ def snapshots(cache: Cache, seq_id: Integer) -> jax.Array:
     """
     if cache.metadata.index.snapshot_every is None:
         return jnp.zeros((cache.max_context_length + 1,), bool)
-    return _snapshots(cache.metadata, requests.as_index(seq_id))
+    return _snapshots(cache.metadata, as_index(seq_id))
 
 
 @jax.jit
@@ -213,11 +213,11 @@ def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     known, length = snapshots_of(metadata), metadata.max_context_length
     assert known is not None
     row = row_of(metadata, seq_id)
-    text = gather(known.sequence_texts, row, fill=-1)
+    tokens = gather(known.sequence_tokens, row, fill=-1)
     salt = index_of(metadata).read(row).salt
     position = jnp.arange(length, dtype=jnp.int32)[None]
     counts = position < known.lengths[:, None]
-    alike = jnp.all((known.texts == text[None]) | ~counts, axis=1)
+    alike = jnp.all((known.tokens == tokens[None]) | ~counts, axis=1)
     alike &= known.salts == salt
     alike &= known.lengths <= length_of(metadata, seq_id)
     at = jnp.where(alike & (known.lengths > 0), known.lengths, length + 1)

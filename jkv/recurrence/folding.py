@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.operations import when, while_loop
 from jkv.recurrence.rules import (
     Arrays,
     ChunkRule,
@@ -25,7 +26,6 @@ from jkv.recurrence.rules import (
     take_rows,
 )
 from jkv.recurrence.tokens import fold_one, fold_tokens
-from jkv.sharding.loops import when, while_loop
 
 # Without a chunk rule, requests of up to this many rows are folded in lockstep.
 FEW = 8

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.operations import fori_loop
 from jkv.recurrence.rules import (
     Arrays,
     Rows,
@@ -19,7 +20,6 @@ from jkv.recurrence.rules import (
     put_rows,
     take_rows,
 )
-from jkv.sharding.loops import fori_loop
 
 Carry = TypeVar("Carry")
 

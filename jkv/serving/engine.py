@@ -22,14 +22,13 @@ from jkv.arguments import explains_class
 from jkv.commands import keep_compiled_programs
 from jkv.decoding import (
     DecodingOptions,
-    DraftModel,
+    Drafter,
     GenerationConfig,
     Model,
-    PromptLookup,
     Roll,
 )
 from jkv.logits_processors import LogitsProcessor
-from jkv.metadata.requests import Integers, Texts, check_counts
+from jkv.metadata.requests import IntegerRows, Integers, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
@@ -60,7 +59,7 @@ from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler, Update
-from jkv.sharding.processes import find_shared_mesh
+from jkv.sharding.storage_sharding import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
@@ -125,7 +124,7 @@ class Engine:
         row_counts: tuple[int, ...] | None = None,
         exact: bool | tuple[int, int] = False,
         roll: Roll | None = None,
-        speculate: PromptLookup | DraftModel | None = None,
+        speculate: Drafter | None = None,
         logits_processor: LogitsProcessor | None = None,
         max_span: int = 0,
         cacheable_spans: bool = False,
@@ -166,8 +165,7 @@ class Engine:
           roll: as for `jkv.generate`; prompts may then be longer than the cache's
             `max_context_length`, up to `max_prompt_tokens`.
           speculate: as for `jkv.generate`; a step may yield several tokens of a
-            sequence. A draft model's cache needs `max_running` rows and is owned by the
-            engine.
+            sequence. A drafter's layers are in the cache (`jkv.with_drafter`).
           logits_processor: as for `jkv.generate`; each request selects one of its
             variants.
           max_span: most tokens of a span of a prompt (`Request.spans`), such as an
@@ -303,7 +301,7 @@ class Engine:
     @lists_arguments
     def generate(
         self,
-        prompts: Texts,
+        prompts: IntegerRows,
         *,
         limits: Integers | None = None,
         salts: Integers = 0,
@@ -366,9 +364,11 @@ class Engine:
 
         Its cached blocks have the highest retention class for `park_seconds`. After
         that, or earlier if other requests could need them, they are copied to the host.
-        Blocks that are lost are recomputed; a cache with a sliding window in every
-        layer has no copies on the host. New weights drop the blocks unless
-        `update_params` has `keep_cached`; the tokens are kept in any case.
+        A sequence that has rolled (`roll`) is swapped out to the host as soon as it
+        finishes, if it was parked before and the cache has a free row. Blocks that are
+        lost are recomputed; a cache with a sliding window in every layer has no copies
+        on the host. New weights drop the blocks unless `update_params` has
+        `keep_cached`; the tokens are kept in any case.
 
         Args:
           request_id: from `submit`. An unfinished request is parked as soon as it
@@ -412,12 +412,12 @@ class Engine:
         parked = self._scheduler.parking.take(request_id, sample)
         try:
             more = as_token_ids("tokens", tokens)
-            text = np.concatenate([parked.text, more])
+            sequence = np.concatenate([parked.tokens, more])
             if "salt" in fields:
                 raise UsageError("salt is inherited from the parked sequence; omit it")
             fields["salt"] = parked.salt
             fields["spans"] = parked.continue_spans(fields.get("spans"), len(more))
-            return self._take_in(parked, Request.of(text, fields))
+            return self._take_in(parked, Request.of(sequence, fields))
         except BaseException:
             self._scheduler.parking.put_back(parked)
             raise
@@ -583,8 +583,8 @@ class Engine:
           params: of the same shapes and dtypes. Arrays on other devices are copied to
             the placement of the old ones; others are used as they are, so pass a copy
             if you donate them.
-          draft_params: of the draft model, likewise; None keeps the current ones. The
-            draft's cached keys and values stay until recomputed.
+          draft_params: of the drafter (`DraftModel.params`), likewise; None keeps the
+            current ones. Its keys of running requests stay until recomputed.
           recompute: if True, preempt running requests and recompute them from their
             prompts and tokens so far.
           keep_cached: if True, keep the prefix index, so that a sequence may attend to

@@ -10,22 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.sharding.storage_sharding import find_shared_mesh, is_shared
+
 # Largest array in bytes to transfer by a jitted copy, which dispatches six times as
 # fast as `device_put`; larger ones are transferred without a copy.
 _SMALL = 2**16
-
-
-def is_shared(where: Any) -> bool:
-    """Return True if other processes hold devices of a sharding or array."""
-    where = getattr(where, "sharding", where)
-    is_sharding = isinstance(where, jax.sharding.Sharding)
-    return is_sharding and not where.is_fully_addressable
-
-
-def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
-    """Return the multi-process mesh of the arrays; None without one."""
-    shared: Any = next(filter(is_shared, jax.tree.leaves(arrays)), None)
-    return None if shared is None else shared.sharding.mesh
 
 
 def bring_whole(array: Any) -> np.ndarray:

@@ -8,14 +8,24 @@ and cannot cut a kernel, so they run inside a `jax.shard_map` over the axes.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jkv.sharding.loops import vary_over
+from jkv.operations import vary_over
+from jkv.sharding.explicit_axes import (
+    Specs,
+    attend_on_auto_axes,
+    explicit_axes,
+    join_specs,
+    on_auto_axes,
+    spec_of,
+)
 
 Arrays = TypeVar("Arrays")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 
 class DividedAxes(NamedTuple):
@@ -38,7 +48,10 @@ PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 @dataclasses.dataclass(frozen=True)
 class StorageSharding:
-    """Sharding of a cache's keys and values over a mesh."""
+    """Sharding of a cache's keys and values over a mesh.
+
+    Without axes all devices hold everything.
+    """
 
     mesh: jax.sharding.Mesh  # the devices
     # Mesh axis over which kv heads are sharded; None for no axis.
@@ -59,10 +72,10 @@ class StorageSharding:
         num_kv_heads: int,  # K
         block_size: int,  # T
     ) -> "StorageSharding | None":
-        """Return the sharding of a pool, or None; raise for sizes that do not divide.
+        """Return the sharding of a pool; raise for sizes that do not divide.
 
         An axis of one device shards nothing, unless it is an Explicit axis, which is
-        part of the arrays' types.
+        part of the arrays' types. None for a mesh of one device.
         """
         copies = 1
         if heads is not None:
@@ -84,7 +97,7 @@ class StorageSharding:
                     f"{16 * num_devices}, for example"
                 )
             context = context if _divides(mesh, context) else None
-        if heads is None and context is None:
+        if heads is None and context is None and mesh.size == 1:
             return None
         return cls(mesh, heads, context, copies)
 
@@ -260,6 +273,11 @@ def with_rank(arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: array[None], arrays)
 
 
+def is_typed(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Return True if the mesh has an Explicit axis."""
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
+
+
 def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
     """Return True if the axis is part of the arrays' types."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -278,6 +296,23 @@ def spread(
         return arrays
     reshard = functools.partial(_reshard, mesh=mesh, axis=axis, array_axis=array_axis)
     return jax.tree.map(reshard, arrays)
+
+
+def with_full_spec(array: jax.Array) -> jax.Array:
+    """Return an array of the same buffers, its spec as in results of jit.
+
+    On Explicit axes these have an entry for each dimension, and jit compiles again for
+    another spelling. Other arrays, and traced ones, are returned as they are.
+    """
+    where: Any = None if isinstance(array, jax.core.Tracer) else array.sharding
+    if not isinstance(where, jax.sharding.NamedSharding) or not is_typed(where.mesh):
+        return array
+    spec = [*where.spec, *[None] * array.ndim][: array.ndim]
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        jax.sharding.NamedSharding(where.mesh, jax.sharding.PartitionSpec(*spec)),
+        [shard.data for shard in array.addressable_shards],
+    )
 
 
 def as_auto(array: jax.Array) -> jax.Array:
@@ -340,21 +375,137 @@ def over_devices(
     itself. It takes an operand dataclass, with the `divided` axes in the metadata of
     each field, and static keyword arguments. It must be a module-level function, since
     the result is cached.
+
+    Explicit axes that do not shard the storage are Auto axes in the function. Its
+    results are sharded over them as the field of the result's axes: pools stay where
+    they are, and attention's output lies where its queries do.
     """
-    axes = frozenset() if sharding is None else sharding.open_axes
-    if sharding is None or not axes:
-        return functools.partial(function, **static)
-    context = jax.sharding.get_abstract_mesh()
-    mesh = sharding.mesh if context.empty else context
-    for axis in sharding.axes:
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"cache is sharded over axis {axis!r}, but the current mesh has "
-                f"{mesh.axis_names}; use the mesh that was passed to init"
+
+    def call(operands: Any) -> Any:
+        mesh = find_typed_mesh(operands)
+        if sharding is None and mesh is None:
+            return function(operands, **static)
+        given = tuple(sorted(static.items()))
+        return _OverDevices(sharding, function, kind, result, given).call(
+            operands, mesh
+        )
+
+    return call
+
+
+def find_typed_mesh(arrays: Any) -> Any:
+    """Return the mesh with Explicit axes in the types of arrays, None without one."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
+        meshes: list[Any] = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+        mesh = next((each for each in meshes if not each.empty), mesh)
+    return mesh if is_typed(mesh) else None
+
+
+def takes_explicit_axes(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Decorate attention to compute Explicit axes as Auto ones, the queries first."""
+
+    @functools.wraps(function)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        mesh = find_typed_mesh((args, kwargs))
+        if mesh is None:
+            return function(*args, **kwargs)
+        result: Result = attend_on_auto_axes(function, mesh, args, kwargs)
+        return result
+
+    return call
+
+
+class _OverDevices(NamedTuple):
+    """A function of `over_devices`, hashable."""
+
+    sharding: StorageSharding | None
+    function: Callable[..., Any]
+    kind: Any  # dataclass of the operands
+    result: DividedAxes
+    static: tuple[tuple[str, Any], ...]
+
+    def call(self, operands: Any, mesh: Any) -> Any:
+        """Run the function, on a mesh with Explicit axes or None."""
+        sharding = self.sharding
+        own = frozenset[str]() if sharding is None else sharding.open_axes
+        axes = frozenset[str]() if mesh is None else explicit_axes(mesh) - own
+        if not axes:
+            return self(operands)
+        return on_auto_axes(self, mesh, axes, self._specs_of(operands, axes))(operands)
+
+    def __call__(self, operands: Any) -> Any:
+        """Run the function on each device, or with replicated pools."""
+        sharding, is_pool = self.sharding, self.result == POOL
+        context = jax.sharding.get_abstract_mesh()
+        axes = frozenset[str]() if sharding is None else sharding.open_axes
+        if sharding is not None and axes:
+            return self._map(sharding, axes, context, operands)
+        whole: Any = jax.sharding.PartitionSpec()
+        if sharding is not None and not is_typed(sharding.mesh):
+            whole = jax.sharding.NamedSharding(sharding.mesh, whole)
+        elif context.empty:
+            whole = None
+        if whole is None or context.manual_axes or (sharding and sharding.axes):
+            return self.function(operands, **dict(self.static))
+        results = self.function(_replicate(operands, whole), **dict(self.static))
+        return jax.lax.with_sharding_constraint(results, whole) if is_pool else results
+
+    def _map(
+        self,
+        sharding: StorageSharding,
+        axes: frozenset[str],
+        context: Any,
+        operands: Any,
+    ) -> Any:
+        mesh = sharding.mesh if context.empty else context
+        for axis in sharding.axes:
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f"cache is sharded over axis {axis!r}, but the current mesh has "
+                    f"{mesh.axis_names}; use the mesh that was passed to init"
+                )
+        return _map_over_devices(
+            sharding, axes, mesh, self.function, self.kind, self.result, self.static
+        )(operands)
+
+    def _specs_of(self, operands: Any, axes: frozenset[str]) -> Specs:
+        """Return the PartitionSpecs of the results over their own and other axes."""
+        names = [
+            field.name
+            for field in dataclasses.fields(self.kind)
+            if field.metadata.get("divided") == self.result
+        ]
+        sharding = self.sharding
+        own = find_spec(self.result, None, None)
+        if sharding is not None:
+            own = sharding.spec(self.result, sharding.open_axes)
+        if not names:
+            return Specs.of(own)
+        # Attention returns [R, H, Dv] and [R, H].
+        ndim = 2 if self.result == ROWS else None
+        field = getattr(operands, names[0])
+        return Specs.of(
+            jax.tree.map(
+                lambda array: join_specs(spec_of(array, ndim), own, axes), field
             )
-    return _map_over_devices(
-        sharding, axes, mesh, function, kind, result, tuple(sorted(static.items()))
-    )
+        )
+
+
+def _replicate(operands: Any, whole: Any) -> Any:
+    """Constrain the pools among operands to be replicated.
+
+    Otherwise XLA shards a replicated pool like the rows of a sharded model.
+    """
+    pools = {
+        field.name: jax.lax.with_sharding_constraint(
+            getattr(operands, field.name), whole
+        )
+        for field in dataclasses.fields(operands)
+        if field.metadata.get("divided") == POOL
+    }
+    return dataclasses.replace(operands, **pools)
 
 
 @functools.cache
@@ -416,3 +567,16 @@ def with_whole_blocks(
     start = jax.lax.axis_index(axis) * size
     parts = jax.lax.dynamic_update_slice_in_dim(parts, blocks, start, array_axis)
     return jax.lax.psum(parts, axis)
+
+
+def is_shared(where: Any) -> bool:
+    """Return True if other processes hold devices of a sharding or array."""
+    where = getattr(where, "sharding", where)
+    is_sharding = isinstance(where, jax.sharding.Sharding)
+    return is_sharding and not where.is_fully_addressable
+
+
+def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
+    """Return the multi-process mesh of the arrays; None without one."""
+    shared: Any = next(filter(is_shared, jax.tree.leaves(arrays)), None)
+    return None if shared is None else shared.sharding.mesh

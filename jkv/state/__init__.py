@@ -5,7 +5,7 @@ management can be tested, simulated and jitted without storage.
 """
 
 from jkv.state.batch import Batch, Slots
-from jkv.state.cache import Cache, GroupLayer
+from jkv.state.cache import BlockStorage, Cache, GroupLayer
 from jkv.state.index import NoIndex
 from jkv.state.metadata import (
     NO_SEQUENCE,
@@ -18,8 +18,8 @@ from jkv.state.metadata import (
     Sequences,
     Unpruned,
 )
+from jkv.state.observed import ObservedQueries, Unobserved
 from jkv.state.states import States, StateStorage
-from jkv.state.storage import BlockStorage
 from jkv.state.windows import FullAttention, SlidingWindow
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Kept",
     "Metadata",
     "NoIndex",
+    "ObservedQueries",
     "Pruned",
     "Ring",
     "SequenceRow",
@@ -41,5 +42,6 @@ __all__ = [
     "Slots",
     "StateStorage",
     "States",
+    "Unobserved",
     "Unpruned",
 ]

@@ -80,6 +80,8 @@ class Batch:
     by_position: bool = dataclasses.field(default=False, metadata={"static": True})
     # Static: made by `with_mask`, so that rows may be written a second time.
     is_second: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Static: rows of a drafter, which are written again once they are verified.
+    is_draft: bool = dataclasses.field(default=False, metadata={"static": True})
     # Static: sizes of the planning cache, to detect a batch of another cache.
     sizes: StepSizes = dataclasses.field(metadata={"static": True})
 
@@ -182,3 +184,85 @@ class Batch:
         }
         mask = None if self.mask is None else self.mask.first_rows(num_rows)
         return dataclasses.replace(self, plan=None, mask=mask, **first)
+
+    def row(self, index: int | jax.Array) -> Self:
+        """Return one row of each request, alone: a decode step in the same slots.
+
+        A drafter computes its rows one by one, as each needs the token drafted before
+        it. Requests with fewer rows have none here.
+
+        Args:
+          index: i32[] or int, the row within its request; may be traced.
+        """
+        index = jnp.asarray(index, jnp.int32)
+        has_row = index < self.query_lengths
+        number = jnp.where(has_row, self.query_starts + index, self.num_rows)
+        past = self.context_lengths - self.query_lengths
+
+        def pick(rows: jax.Array, fill: Any) -> jax.Array:
+            return rows.at[number].get(mode="fill", fill_value=fill)
+
+        beyond = jnp.iinfo(jnp.int32).max  # no block
+        return dataclasses.replace(
+            self,
+            query_starts=jnp.arange(number.shape[0], dtype=jnp.int32),
+            query_lengths=has_row.astype(jnp.int32),
+            context_lengths=jnp.where(has_row, past + index + 1, self.context_lengths),
+            positions=pick(self.positions, 0),
+            dropped=None if self.dropped is None else pick(self.dropped, 0),
+            valid=pick(self.valid, False),
+            offsets=pick(self.offsets, 0),
+            blocks_of_groups=tuple(
+                None if blocks is None else pick(blocks, beyond)
+                for blocks in self.blocks_of_groups
+            ),
+            pending_counts=self._pending_of_row(index),
+            plan=None,
+            logit_rows=None,
+            mask=None,
+            is_decoding=True,
+            is_draft=True,
+        )
+
+    def _pending_of_row(self, index: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return the pending tokens before and after one row of each request."""
+        if self.pending_counts is None:
+            return None
+        before, after = self.pending_counts
+        settled = self.query_lengths - after  # rows that are not pending at the end
+
+        def after_row(row: jax.Array) -> jax.Array:
+            return jnp.maximum(row + 1 - settled, 0)
+
+        return jnp.where(index == 0, before, after_row(index - 1)), after_row(index)
+
+    def keep_first(self, counts: jax.Array) -> Self:
+        """Return the step with only the first rows of each request.
+
+        Args:
+          counts: i32[B], at most `query_lengths`; the other rows are unowned.
+        """
+        dropped = self.query_lengths - counts
+        row = jnp.arange(self.num_rows, dtype=jnp.int32)[None]
+        start, kept = self.query_starts[:, None], counts[:, None]
+        is_kept = jnp.any((row >= start) & (row < start + kept), axis=0)
+        pending = self.pending_counts
+        if pending is not None:
+            pending = pending[0], jnp.maximum(pending[1] - dropped, 0)
+        return dataclasses.replace(
+            self,
+            query_lengths=counts,
+            context_lengths=self.context_lengths - dropped,
+            valid=self.valid & is_kept,
+            pending_counts=pending,
+            plan=None,
+        )
+
+    def without_slots(self, rows: jax.Array) -> Self:
+        """Return the step with some rows, bool[R], that `write` drops."""
+        beyond = jnp.iinfo(jnp.int32).max
+        blocks = tuple(
+            None if each is None else jnp.where(rows, beyond, each)
+            for each in self.blocks_of_groups
+        )
+        return dataclasses.replace(self, blocks_of_groups=blocks)

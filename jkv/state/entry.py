@@ -1,7 +1,8 @@
-"""Argument checks of public functions: the cache, and explanations of failures.
+"""Argument checks of public functions: the cache, a layer, a batch; explanations.
 
 A valid call costs a few comparisons. The rest happens on failure: `_explain` inspects
-the cache that the function got.
+the cache that the function got. A layer is a number, and a batch comes from `append` on
+this cache.
 """
 
 import functools
@@ -11,12 +12,22 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jkv.arguments import explain, explains_arguments, for_second_call
-from jkv.guards import explicit_transfers
+from jkv.arguments import (
+    as_index,
+    explain,
+    explains_arguments,
+    explicit_transfers,
+    find_kind,
+    for_second_call,
+    name_kind,
+)
+from jkv.operations import unknown
 from jkv.sharding.storage_sharding import PoolSharding
-from jkv.signatures import with_signature
-from jkv.state.cache import Cache, Role
+from jkv.signatures import Integer, with_signature
+from jkv.state.batch import Batch, StepSizes
+from jkv.state.cache import Cache, GroupLayer, Role
 from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
@@ -172,3 +183,81 @@ def _was_donated(cache: Cache) -> bool:
         and leaf.is_deleted()
         for leaf in jax.tree.leaves(cache)
     )
+
+
+def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
+    """Return the group and index of a layer; refuse layers outside the model."""
+    if cache.num_layers == 0:
+        raise ValueError(
+            "this cache has no storage (init(..., storage=False)); create one with "
+            "storage to write, read or attend"
+        )
+    if isinstance(layer, tuple):
+        layer = cache.find_layer(layer)
+    number = layer.layer if isinstance(layer, GroupLayer) else layer
+    if isinstance(number, int | np.integer):
+        known = len(cache.layer_groups)
+        if isinstance(layer, GroupLayer):
+            known = cache.storage[layer.group].num_layers
+        if not 0 <= number < known:
+            raise UsageError(f"layer must be in 0..{known - 1}, got {int(number)}")
+    else:
+        kind = find_kind(number)
+        if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
+            raise UsageError(f"layer must be an int or i32[], got {name_kind(number)}")
+    return cache.find_layer(layer)
+
+
+def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
+    """Refuse other types, and batches of caches of other sizes unless resized."""
+    if not isinstance(batch, Batch):
+        raise UsageError(
+            f"batch must be the jkv.Batch that append returned, got {name_kind(batch)}"
+        )
+    if batch.sizes != cache.sizes:
+        _compare_sizes(batch.sizes, cache.sizes, resized)
+
+
+def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
+    """Raise if sizes that must agree differ."""
+    if len(planned.groups) != len(found.groups):
+        raise ValueError(
+            f"this batch was planned by append on another cache, of "
+            f"{len(planned.groups)} groups of layers, got a cache of "
+            f"{len(found.groups)}; use each batch with its own cache"
+        )
+    there, here = (_named_sizes(each) for each in (planned, found))
+    # A rank inside shard_map has a part of the storage; a plan may have none.
+    is_whole = not jax.sharding.get_abstract_mesh().manual_axes
+    has_layers = any(group.num_layers for group in planned.groups)
+    of_storage = "num_layers", "num_kv_heads", "head_dim", "value_head_dim"
+    differing = [
+        f"{name} {there.get(name)} there and {here.get(name)} here"
+        for name in there | here
+        if there.get(name) != here.get(name)
+        and not (resized and name.endswith("num_blocks"))
+        and (is_whole and has_layers or not name.endswith(of_storage))
+    ]
+    if differing:
+        raise ValueError(
+            f"this batch was planned by append on another cache: "
+            f"{', '.join(differing)}; append to the cache that the batch is used with"
+        )
+
+
+def _named_sizes(sizes: StepSizes) -> dict[str, int]:
+    """Return all sizes by name, prefixed by the group's number if there are several."""
+    named = {name: n for name, n in sizes._asdict().items() if name != "groups"}
+    for i, group in enumerate(sizes.groups):
+        prefix = f"group {i} " if len(sizes.groups) > 1 else ""
+        named |= {f"{prefix}{name}": n for name, n in group._asdict().items()}
+    return named
+
+
+def any_layer(layer: Integer, batch: Batch) -> jax.Array:
+    """Return the layer, i32[], not constant-folded, so that layers share programs."""
+    number = as_index(layer)
+    is_traced = isinstance(batch.context_lengths, jax.core.Tracer)
+    if isinstance(layer, jax.Array) or not is_traced:
+        return number
+    return unknown(number, batch.context_lengths)

@@ -5,7 +5,7 @@ metadata that holds the index and returns metadata: loops carry the metadata, so
 index saved earlier is stale. `self` only selects the kind.
 
 Rows are block table rows: S and above are dropped. Symbols in shape comments as in
-`jkv.state.metadata`; C columns, P places of snapshots.
+`jkv.state.metadata`; C columns, P snapshots.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ class FoundBlocks(NamedTuple):
 class FoundState(NamedTuple):
     """Snapshots of states from which B requests continue."""
 
-    place: jax.Array  # i32[B], P for none
+    snapshot_id: jax.Array  # i32[B], P for none
     num_pending: jax.Array  # i32[B], tokens pending in the snapshot
     none: int  # static: P
 
     def only(self, chosen: jax.Array) -> Self:
         """Keep the snapshots of the chosen requests, bool[B]."""
-        return self._replace(place=jnp.where(chosen, self.place, self.none))
+        return self._replace(snapshot_id=jnp.where(chosen, self.snapshot_id, self.none))
 
 
 class Found(NamedTuple):
@@ -49,13 +49,21 @@ class Found(NamedTuple):
     """
 
     num_blocks: jax.Array  # i32[B], leading columns found
-    num_part: jax.Array  # i32[B], common tokens in the next block, below T
+    num_part: jax.Array  # i32[B], tokens copied of the next block
     groups: dict[int, FoundBlocks]  # by index of the group
     state: FoundState | None = None  # at the columns' end; None without snapshots
+    # i32[B], last tokens found that are computed again: their keys are copied, but do
+    # not count. None: none.
+    num_again: jax.Array | None = None
+
+    def num_copied(self, block_size: int) -> jax.Array:
+        """Return the tokens with keys, i32[B]: found, and to be computed again."""
+        return self.num_blocks * block_size + self.num_part
 
     def num_tokens(self, block_size: int) -> jax.Array:
         """Return the tokens found, i32[B]."""
-        return self.num_blocks * block_size + self.num_part
+        copied = self.num_copied(block_size)
+        return copied if self.num_again is None else copied - self.num_again
 
 
 Metadata: TypeAlias = Any  # `jkv.state.Metadata`, which holds an index
@@ -76,18 +84,26 @@ class NoIndex:
         return None
 
     @property
-    def num_places(self) -> int:
+    def num_snapshots(self) -> int:
         """Places for snapshots of states, P; static."""
         return 0
 
     def count_snapshots(self) -> jax.Array:
-        """Return the number of places in use, i32[]."""
+        """Return the number of snapshots in use, i32[]."""
         return jnp.int32(0)
+
+    def used_snapshots(self) -> jax.Array:
+        """Return True for places of snapshots in use, bool[P]."""
+        return jnp.zeros((0,), bool)
 
     # Look-ups.
 
     def find(
-        self, metadata: Metadata, tokens: jax.Array | None, salts: jax.Array
+        self,
+        metadata: Metadata,
+        tokens: jax.Array | None,
+        salts: jax.Array,
+        recomputes_last: bool = False,
     ) -> Found:
         """Look up prompts; the last token of each is never found.
 
@@ -95,6 +111,7 @@ class NoIndex:
           metadata: the metadata.
           tokens: i32[B, P], negative from each prompt's end on, or None.
           salts: i32[B], cache salts.
+          recomputes_last: static; the last token found is computed again.
         """
         return find_nothing(metadata, salts.shape)
 
@@ -124,7 +141,7 @@ class NoIndex:
         """Return the same for the first tokens of sequences, followed by `tokens`."""
         return None
 
-    def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
+    def tokens_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
         """Return the recorded tokens of rows, i32[..., max_context_length], or -1."""
         return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
 

@@ -5,9 +5,9 @@ each `BlockGroup` holds the blocks of all sequences in its pool, and a `Ring` th
 ids of either; `jkv.metadata` operates on them.
 
 A *slot* is a token's index among the cached tokens of its sequence, and a *position*
-its index in the text. `prune` drops tokens and packs the others, so that the next token
-has a slot below its position. The difference is the same for all later tokens: one
-number per sequence (`Pruned`), which verbs that change lengths need not update.
+its index in the sequence. `prune` drops tokens and packs the others, so that the next
+token has a slot below its position. The difference is the same for all later tokens:
+one number per sequence (`Pruned`), which verbs that change lengths need not update.
 
 Symbols in shape comments: G groups, L layers, N blocks in the pool of a group, K kv
 heads, T tokens per block, D (Dv) key (value) head dim, S sequences, M blocks per
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.counts import find_leader
-from jkv.indexing import gather, scatter
+from jkv.operations import gather, scatter
 from jkv.state.index import NoIndex
+from jkv.state.observed import Observing
 from jkv.state.windows import Window
 from jkv.status import Counter, Status
 
@@ -98,10 +99,13 @@ class Ring:
             indices=self.indices if indices is None else indices,
         )
 
-    def added(self, num: jax.Array, **signs: int) -> Self:
+    def added(
+        self, num: jax.Array, *, fewest: jax.Array | None = None, **signs: int
+    ) -> Self:
         """Add `num`, i32[], times a sign to numbers by name.
 
-        The head wraps around, and 64-bit sums carry.
+        The head wraps around, and 64-bit sums carry. `fewest`, i32[], is a count that
+        the lowest one becomes if it is lower.
         """
         steps = np.zeros(len(NUMBERS), np.int32)
         for name, sign in signs.items():
@@ -111,21 +115,18 @@ class Ring:
             is_past = bounds >= np.int32(self.ids.shape[0])
             wrapped = bounds - np.int32(self.ids.shape[0])
             bounds = jnp.where(is_past & _NUMBER["head"], wrapped, bounds)
-        if {"taken", "forgotten"} & {*signs}:
-            new, old = (
-                jax.lax.bitcast_convert_type(words, jnp.uint32)
-                for words in (bounds, self.bounds)
+        for name in {"taken", "forgotten"} & {*signs}:
+            high = NUMBERS.index(f"{name}, high")
+            word, more = (
+                jax.lax.bitcast_convert_type(number, jnp.uint32)
+                for number in (self.bounds[high - 1], jnp.int32(num) * signs[name])
             )
-            carries = (new < old) & (_NUMBER["taken"] | _NUMBER["forgotten"])
-            # The high word of a sum follows its low word.
-            carried = jnp.pad(carries[:-1].astype(jnp.int32), (1, 0))
-            bounds = bounds + carried
+            carry = (word + more < word).astype(jnp.int32)
+            bounds = bounds + jnp.where(np.arange(len(NUMBERS)) == high, carry, 0)
+        if fewest is not None:
+            most = jnp.where(_NUMBER["fewest"], fewest, _NO_LIMIT)
+            bounds = jnp.minimum(bounds, most)
         return dataclasses.replace(self, bounds=bounds)
-
-    def with_fewest(self, count: jax.Array) -> Self:
-        """Lower the minimum count to at most `count`, i32[]."""
-        most = jnp.where(_NUMBER["fewest"], count, _NO_LIMIT)
-        return dataclasses.replace(self, bounds=jnp.minimum(self.bounds, most))
 
     def with_numbers(self, **numbers: jax.Array) -> Self:
         """Return the ring with other numbers, i32[] each, by name."""
@@ -358,6 +359,7 @@ class BlockGroup:
     reference_counts: jax.Array  # i32[N], number of table entries of each block
     free_blocks: Ring  # [N], blocks with reference count 0, in LRU order
     window: Window  # window size of the layers, and released columns
+    observed: Observing  # newest queries of each sequence, or none
     # i32[N, T], token ids if recorded, in the leading group; else None.
     tokens: jax.Array | None
     # T, the same in all groups; static, as no shape implies it without tokens.

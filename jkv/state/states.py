@@ -104,7 +104,7 @@ class StateStorage:
             max_sequences=metadata.max_sequences,
             max_context_length=metadata.max_context_length,
             block_size=metadata.block_size,
-            num_snapshots=metadata.index.num_places,
+            num_snapshots=metadata.index.num_snapshots,
             snapshot_every=metadata.index.snapshot_every,
             max_pending=metadata.max_pending,
             heads_axes=(),

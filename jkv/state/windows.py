@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.counts import count_window_blocks
-from jkv.indexing import gather, scatter, scatter_add
+from jkv.operations import gather, scatter, scatter_add
 
 # One per request, or one for all.
 Columns: TypeAlias = jax.Array | int
@@ -75,7 +75,7 @@ class FullAttention:
         """Return False: no cells of the tables are released."""
         return np.zeros((1, num_columns), bool)
 
-    def reaches(self, is_found: jax.Array, _size: int) -> jax.Array:
+    def reaches(self, is_found: jax.Array, _size: int, _again: int = 0) -> jax.Array:
         """Return True for columns after which a prefix can continue, bool[B, C]."""
         return jnp.cumprod(is_found, axis=1, dtype=jnp.int32) > 0
 
@@ -172,10 +172,11 @@ class SlidingWindow:
         column = jnp.arange(num_columns, dtype=jnp.int32)[None]
         return (column >= first) & (column < first + gap)
 
-    def reaches(self, is_found: jax.Array, size: int) -> jax.Array:
+    def reaches(self, is_found: jax.Array, size: int, again: int = 0) -> jax.Array:
         """Return True for columns after which a prefix can continue, bool[B, C].
 
-        The columns of the next row's window and of the sinks must be found, bool[B, C].
+        The columns of the next row's window and of the sinks must be found, bool[B, C];
+        with `again`, those of so many rows before it as well.
         """
         num_columns = is_found.shape[1]
         column = jnp.arange(num_columns, dtype=jnp.int32)[None]
@@ -184,7 +185,7 @@ class SlidingWindow:
             jnp.where(is_found, num_columns, column), axis=1, initial=num_columns
         )
         end, sinks = column + 1, self.sink_columns(size)
-        has_window = last_missing < self.unseen_from(end * size, size) + sinks
+        has_window = last_missing < self.unseen_from(end * size - again, size) + sinks
         return has_window & (first_missing[:, None] >= jnp.minimum(sinks, end))
 
     def needs(self, num_tokens: jax.Array, num_columns: int, size: int) -> jax.Array:

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather, scatter
-from jkv.metadata.lanes import for_each_of
-from jkv.sharding.loops import fori_loop
+from jkv.operations import for_each_of, fori_loop, gather, scatter
 from jkv.state import StateStorage
 
 Arrays = dict[str, jax.Array]
@@ -26,7 +24,7 @@ class StateMoves:
     target: jax.Array  # i32[B], the row, S for none
     base: jax.Array  # i32[B], the base of the new state; 0: an empty state
     source: jax.Array | None = None  # i32[B], the source row, S for none
-    place: jax.Array | None = None  # i32[B], the source snapshot, P for none
+    snapshot_id: jax.Array | None = None  # i32[B], the source snapshot, P for none
     # Static: True if a source may be the target of another request.
     is_exchange: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -46,7 +44,7 @@ def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:
 
 
 def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateStorage:
-    """Return a group with rows' states copied to snapshots, if there are places."""
+    """Return a group with rows' states copied to snapshots, if there are any."""
     places = next(iter(storage.snapshot_rows.values())).shape[1]
     if not storage.num_layers or not _has_any(copies.places, places):
         return storage
@@ -104,8 +102,8 @@ def _move_rows(arrays: Arrays, snapshots: Arrays, moves: StateMoves) -> Arrays:
         return arrays
     if moves.source is not None:
         arrays = _copy_rows(arrays, moves, moves.source)
-    if moves.place is not None and snapshots:
-        arrays = _copy(arrays, snapshots, moves.target, moves.place)
+    if moves.snapshot_id is not None and snapshots:
+        arrays = _copy(arrays, snapshots, moves.target, moves.snapshot_id)
     return arrays
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import as_array, explains_arguments
+from jkv.operations import when
 from jkv.recurrence import (
     Arrays,
     ChunkRule,
@@ -19,7 +20,6 @@ from jkv.recurrence import (
     replay,
     trace_output,
 )
-from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, StateStorage
 from jkv.states.verbs import Layer, read_pending, read_state, write_state
 from jkv.status import UsageError

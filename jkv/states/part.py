@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather
 from jkv.metadata.part import Demand, Lengths, Masks, Selection, Served
+from jkv.operations import gather
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.state.index import Found, FoundState
 from jkv.states.copies import SnapshotCopies, StateMoves, copy_to_snapshots, move_states
@@ -81,9 +81,9 @@ class OfStates(NamedTuple):
             return copy_to_snapshots(storage, moves)
         return move_states(storage, moves)
 
-    def keep(self, rows: jax.Array, places: jax.Array) -> SnapshotCopies:
+    def keep(self, rows: jax.Array, snapshot_ids: jax.Array) -> SnapshotCopies:
         """Copy the states of rows to snapshots, i32[B] each."""
-        return SnapshotCopies(rows, places)
+        return SnapshotCopies(rows, snapshot_ids)
 
     def leave(self, *_: object) -> tuple[()]:
         """Return (): a sequence's states are in its row."""
@@ -122,7 +122,7 @@ def _find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> _Cu
     found = metadata.index.find_state(metadata, seq_ids, looked_for)
     if found is None:
         return _Cut(~stands, pending, None)
-    is_there = found.place < found.none
+    is_there = found.snapshot_id < found.none
     pending = jnp.where(is_there, found.num_pending, pending)
     return _Cut(~(stands | is_there), pending, found)
 
@@ -143,7 +143,7 @@ class _Opening(NamedTuple):
         metadata = metadata.with_pending(row, state.num_pending)
         metadata = metadata.index.use(metadata, state)
         base = self.found.num_tokens(metadata.block_size) - state.num_pending
-        return metadata, StateMoves(row, base, place=state.place)
+        return metadata, StateMoves(row, base, snapshot_id=state.snapshot_id)
 
 
 class _Nothing(NamedTuple):
@@ -183,10 +183,14 @@ class _Sharing(NamedTuple):
     def apply(self, metadata: Metadata, done: Served) -> tuple[Metadata, StateMoves]:
         found, is_taken = self.found, done.served & (self.positions > 0)
         source = jnp.where(is_taken, self.parents, metadata.max_sequences)
-        place = None if found.snapshot is None else found.snapshot.only(is_taken).place
+        snapshot_id = (
+            None
+            if found.snapshot is None
+            else found.snapshot.only(is_taken).snapshot_id
+        )
         base = jnp.where(is_taken, self.positions - found.num_pending, 0)
         row = done.rows(metadata)
-        moves = StateMoves(row, base, source, place, self.is_exchange)
+        moves = StateMoves(row, base, source, snapshot_id, self.is_exchange)
         return metadata.with_pending(row, found.num_pending), moves
 
 
@@ -205,12 +209,12 @@ class _Cutting(NamedTuple):
         lengths, found, row = self.lengths, self.found, done.rows(metadata)
         metadata = metadata.with_pending(row, found.num_pending)
         # If the state already precedes the cut, the tokens are just no longer pending.
-        changes, place = lengths == 0, None
+        changes, snapshot_id = lengths == 0, None
         if found.snapshot is not None:
             snapshot = found.snapshot.only(done.served)
             metadata = metadata.index.use(metadata, snapshot)
-            changes |= snapshot.place < snapshot.none
-            place = snapshot.place
+            changes |= snapshot.snapshot_id < snapshot.none
+            snapshot_id = snapshot.snapshot_id
         target = jnp.where(changes, row, metadata.max_sequences)
         base = jnp.where(lengths == 0, 0, lengths - found.num_pending)
-        return metadata, StateMoves(target, base, place=place)
+        return metadata, StateMoves(target, base, snapshot_id=snapshot_id)

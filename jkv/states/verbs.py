@@ -15,16 +15,14 @@ import numpy as np
 
 from jkv.arguments import as_array, expect, name_kind
 from jkv.formats.format import as_bits
-from jkv.indexing import gather, scatter
 from jkv.metadata.requests import Integer
-from jkv.sharding.loops import when
+from jkv.operations import gather, scatter, when
 from jkv.state import Batch, Cache, GroupLayer, StateStorage
 from jkv.state.cache import Role
-from jkv.state.entry import takes_cache
+from jkv.state.entry import any_layer, check_batch, takes_cache
 from jkv.state.metadata import Pruning
 from jkv.states.copies import read_rows
 from jkv.status import Status, UsageError
-from jkv.verbs.arguments import any_layer, check_batch
 
 Layer = Integer | GroupLayer | tuple[GroupLayer, ...]
 Arrays = dict[str, jax.Array]

@@ -26,13 +26,13 @@ import numpy as np
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
-from jkv.sharding.processes import is_shared
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
     PoolSharding,
     StorageSharding,
     copies_of,
     is_explicit,
+    is_shared,
     with_copies_of_heads,
 )
 from jkv.state.cache import Cache, Device

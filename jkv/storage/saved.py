@@ -19,11 +19,12 @@ import numpy as np
 from jkv.blocks import contents
 from jkv.blocks.contents import HostArray
 from jkv.formats.format import STORED_AS
-from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
+from jkv.sharding.processes import agree, bring_whole, is_writer
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
     as_auto,
     copies_of,
+    is_shared,
     without_copies_of_heads,
 )
 from jkv.state import Cache

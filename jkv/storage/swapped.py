@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.part import SwappedContents
 from jkv.metadata.requests import Integers
+from jkv.operations import gather
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
 

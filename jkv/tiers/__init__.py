@@ -9,7 +9,13 @@ both between two windows (`jkv.serving`).
 from jkv.tiers.choosing import count_blank, count_next
 from jkv.tiers.restoring import restore, warm_up
 from jkv.tiers.spilled import Layout, Spilled
-from jkv.tiers.spilling import check_has_texts, copy_prefix, has_texts, spill, take
+from jkv.tiers.spilling import (
+    check_stores_tokens,
+    copy_prefix,
+    spill,
+    stores_tokens,
+    take,
+)
 from jkv.tiers.store import BlockStore, Names
 
 __all__ = [
@@ -17,11 +23,11 @@ __all__ = [
     "Layout",
     "Names",
     "Spilled",
-    "check_has_texts",
+    "check_stores_tokens",
     "copy_prefix",
     "count_blank",
     "count_next",
-    "has_texts",
+    "stores_tokens",
     "restore",
     "spill",
     "take",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, ring
-from jkv.metadata.xla_cpu import running_sum
+from jkv.operations import running_sum
 from jkv.prefixes import prefix_index
 from jkv.prefixes.arrays import Snapshots
 from jkv.prefixes.snapshots import forget_snapshots, snapshots_of
@@ -92,7 +92,7 @@ def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
     """Count the cached blocks among the next to be evicted, i32[G].
 
     `wanted`, i32[G], is the number of evictions per group with blocks; with recurrent
-    states, a last entry counts snapshot places.
+    states, a last entry counts snapshots.
     """
     found = [
         _count_cached(metadata, number, wanted[at])

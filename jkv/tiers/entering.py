@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
+from jkv.operations import fori_loop
 from jkv.prefixes import hash_tables, hashing, prefix_index
 from jkv.prefixes.hash_tables import Prefixes
-from jkv.sharding.loops import fori_loop
 from jkv.state import Metadata
 from jkv.tiers.choosing import find_free
 
@@ -99,9 +99,8 @@ def _enter_one(
     may_enter = has_parent & jnp.asarray(lanes.held[leader])[lane] & (own < nothing)
     # Block 0 is a placeholder for a column that is only looked up.
     block = jnp.where(has_parent, jnp.where(may_enter, own, 0), nothing)
-    resolved = hash_tables.resolve(metadata, block, prefixes, may_enter)
+    resolved = hash_tables.resolve(metadata, block, prefixes, hash_above, may_enter)
     index = hash_tables.enter(index, resolved, prefixes, before, hash_above)
-    index = hash_tables.insert_children(index, resolved.enters, hash_above)
     metadata = prefix_index.put_index(metadata, index)
     recorded = (
         prefix_index.tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop")

@@ -42,8 +42,8 @@ SCAN_SECONDS = 1.0
 
 def first_digest(salt: int | str, version: str, layout: Layout) -> bytes:
     """Return the initial digest of sequences with one salt, version and layout."""
-    said = json.dumps([salt, version, layout])
-    return hashlib.blake2b(said.encode(), digest_size=24).digest()
+    key = json.dumps([salt, version, layout])
+    return hashlib.blake2b(key.encode(), digest_size=24).digest()
 
 
 def next_digest(digest: bytes, tokens: np.ndarray) -> bytes:
@@ -84,8 +84,8 @@ class Folder:
         try:
             with open(path, "rb") as file:
                 note = file.read()
-            said = json.loads(note)
-            there, theirs = said["version"], Layout.of_json(said["layout"])
+            noted = json.loads(note)
+            there, theirs = noted["version"], Layout.of_json(noted["layout"])
         except FileNotFoundError:
             if layout is not None:
                 self.note(version, layout)
@@ -113,8 +113,8 @@ class Folder:
 
     def note(self, version: str, layout: Layout) -> None:
         """Write the folder's version and layout now, or later if the disk is full."""
-        said = {"version": version, "layout": layout}
-        self._note, self._is_noted = json.dumps(said).encode(), False
+        noted = {"version": version, "layout": layout}
+        self._note, self._is_noted = json.dumps(noted).encode(), False
         try:
             self._write_note()
         except OSError as error:
@@ -140,7 +140,9 @@ class Folder:
                 size for name, size in self._sizes.items() if name.endswith(ENDING)
             )
 
-    def write(self, digest: bytes, text: np.ndarray, held: Held, said: Any) -> None:
+    def write(
+        self, digest: bytes, tokens: np.ndarray, held: Held, expected: Any
+    ) -> None:
         """Queue a column for writing; until then, `find` returns it from memory.
 
         Its sequence, i32[n T], ends with the column; the header has salt, version and
@@ -152,25 +154,25 @@ class Folder:
                 return
             self._waiting[name] = held
             self._waiting_bytes += held.nbytes
-        self._writer.submit(self._write, name, text, held, said)
+        self._writer.submit(self._write, name, tokens, held, expected)
 
-    def _write(self, name: str, text: np.ndarray, held: Held, said: Any) -> None:
+    def _write(self, name: str, tokens: np.ndarray, held: Held, expected: Any) -> None:
         path, nbytes = self._file(name), held.nbytes
         try:
             self._write_note()
-            before = self._read(name, text, said)
+            before = self._read(name, tokens, expected)
             if before is not None:
                 held = before.with_more(held)
                 if held.is_saved:
                     return
-            arrays = {"tokens": text} | held.arrays
+            arrays = {"tokens": tokens} | held.arrays
             tensors = {
                 path: Tensor(array.dtype, array.shape, (array,))
                 for path, array in sorted(
                     arrays.items(), key=lambda item: -item[1].itemsize
                 )
             }
-            metadata = {"column": json.dumps(said | {"keep": held.keep})}
+            metadata = {"column": json.dumps(expected | {"keep": held.keep})}
             if self._make_room(name, measure_file(tensors, metadata)):
                 write_file(path, tensors, metadata)
                 self._enter(name, os.path.getsize(path))
@@ -214,7 +216,7 @@ class Folder:
             return False
         return found is not None and found != self._damaged.get(name)
 
-    def find(self, digest: bytes, text: np.ndarray, said: Any) -> Held | None:
+    def find(self, digest: bytes, tokens: np.ndarray, expected: Any) -> Held | None:
         """Return a column's contents; None if missing or damaged."""
         name = digest.hex()
         with self._lock:
@@ -222,7 +224,7 @@ class Folder:
         if waiting is not None:
             return waiting
         try:
-            held = self._read(name, text, said)
+            held = self._read(name, tokens, expected)
         except OSError as error:
             self._warn(f"could not read {self._file(name)} ({error})")
             return None
@@ -231,7 +233,7 @@ class Folder:
                 os.utime(self._file(name))  # mark as most recently used
         return held
 
-    def _read(self, name: str, text: np.ndarray, said: Any) -> Held | None:
+    def _read(self, name: str, tokens: np.ndarray, expected: Any) -> Held | None:
         """Return a file's contents; None if missing or damaged."""
         path = self._file(name)
         found = _Identity.of(path)
@@ -243,8 +245,8 @@ class Folder:
             keep = header.pop("keep")
             arrays = {key: np.array(array) for key, array in mapped.items()}
             # Digests may collide, so all tokens are compared.
-            if header != json.loads(json.dumps(said)) or not np.array_equal(
-                arrays.pop("tokens"), text
+            if header != json.loads(json.dumps(expected)) or not np.array_equal(
+                arrays.pop("tokens"), tokens
             ):
                 raise FileError(path, "has the tokens of another sequence")
         except FileNotFoundError:

@@ -14,8 +14,8 @@ from jkv.state.entry import takes_cache
 from jkv.tiers import entering
 from jkv.tiers.entering import Lanes
 from jkv.tiers.snapshots import note_snapshots, put_snapshots
-from jkv.tiers.spilled import Layout, Spilled, TextBuilder
-from jkv.tiers.spilling import check_has_texts
+from jkv.tiers.spilled import Layout, Spilled, SpilledBuilder
+from jkv.tiers.spilling import check_stores_tokens
 
 LANES_PER_CALL = 64  # columns inserted per program call
 
@@ -57,7 +57,7 @@ def restore(
       >>> jkv.restore(cache, spilled)[1], jkv.restore(jkv.init(config), spilled)[1]
       (2, 2)
     """
-    check_has_texts(cache)
+    check_stores_tokens(cache)
     if different := spilled.layout.differences(Layout.of(cache)):
         raise ValueError(
             f"cache must have the layers, heads, sizes and dtype of the spilled "
@@ -81,8 +81,8 @@ def restore(
             chosen = Contents(storage, spilled.tokens[nodes])
             cache = contents.put(cache, number, blocks[nodes], chosen, donate=donate)
             num_restored += len(nodes)
-    cache, num_places = _restore_snapshots(cache, spilled, stands, donate=donate)
-    return cache, num_restored + num_places
+    cache, num_snapshots = _restore_snapshots(cache, spilled, stands, donate=donate)
+    return cache, num_restored + num_snapshots
 
 
 def _enter_all(
@@ -172,24 +172,24 @@ def _restore_snapshots(
     ]
     if not nodes or cache.metadata.index.snapshot_every is None:
         return cache, 0
-    texts = [spilled.text_of(node) for node in nodes]
+    sequences = [spilled.tokens_of(node) for node in nodes]
     held = [spilled.held[node].arrays for node in nodes]
     pending = np.concatenate([each["snapshot.num_pending"] for each in held])
     salts = spilled.salts[nodes].tolist()
-    metadata, places = note_snapshots(cache.metadata, texts, salts, pending)
-    is_new = places < metadata.index.num_places
+    metadata, snapshot_ids = note_snapshots(cache.metadata, sequences, salts, pending)
+    is_new = snapshot_ids < metadata.index.num_snapshots
     new = list(itertools.compress(held, is_new))
     cache = put_snapshots(
-        cache.with_metadata(metadata), new, places[is_new], donate=donate
+        cache.with_metadata(metadata), new, snapshot_ids[is_new], donate=donate
     )
     return cache, len(new)
 
 
 def warm_up(cache: Cache, most: int) -> Cache:
     """Compile `restore` for up to `most` blocks by copying some; donate the cache."""
-    texts = TextBuilder(cache.block_size)
-    texts.add(-1, 0, np.zeros(cache.block_size, np.int32))
-    bare = Spilled(layout=Layout.of(cache), **texts.arrays())
+    builder = SpilledBuilder(cache.block_size)
+    builder.add(-1, 0, np.zeros(cache.block_size, np.int32))
+    bare = Spilled(layout=Layout.of(cache), **builder.arrays())
     cache, _ = restore(cache, bare, donate=True)
     for number in cache.metadata.block_numbers:
         size = 1

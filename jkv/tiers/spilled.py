@@ -173,7 +173,7 @@ class Spilled:
             layout=self.layout,
         )
 
-    def text_of(self, node: int) -> np.ndarray:
+    def tokens_of(self, node: int) -> np.ndarray:
         """Return the tokens of a sequence up to the end of a node, i32[n T]."""
         chain = []
         while node >= 0:
@@ -199,7 +199,7 @@ def list_snapshots(cache: Cache) -> dict[str, Any]:
     }
 
 
-class TextBuilder:
+class SpilledBuilder:
     """Builder of a `Spilled`, with each column stored once."""
 
     def __init__(self, block_size: int) -> None:
@@ -221,14 +221,14 @@ class TextBuilder:
             self.salts.append(salt)
         return node
 
-    def add_text(self, salt: int, tokens: np.ndarray) -> int:
+    def add_sequence(self, salt: int, tokens: np.ndarray) -> int:
         """Add a sequence, i32[n T]; return its last node, or -1 if it is empty."""
         node = -1
         for column in tokens.reshape(-1, self._size):
             node = self.add(node, salt, column)
         return node
 
-    def find_text(self, salt: int, tokens: np.ndarray) -> int:
+    def find_sequence(self, salt: int, tokens: np.ndarray) -> int:
         """Return the last node of a sequence, i32[n T]; -1 if it is missing."""
         node = -1
         for column in tokens.reshape(-1, self._size):

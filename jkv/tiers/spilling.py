@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import as_index
 from jkv.blocks import contents
-from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.prefixes.prefix_index import index_of
 from jkv.prefixes.snapshots import snapshots_of
@@ -17,7 +17,7 @@ from jkv.state.index import Found
 from jkv.status import UsageError
 from jkv.tiers.choosing import Chosen, choose, forget
 from jkv.tiers.snapshots import fetch_snapshots
-from jkv.tiers.spilled import Layout, Spilled, TextBuilder
+from jkv.tiers.spilled import Layout, Spilled, SpilledBuilder
 
 ROWS_PER_CALL = 64  # token rows per copy to the host
 
@@ -29,8 +29,8 @@ def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
     Call it on the host, outside jit. The blocks were free and stay free; their contents
     are copied, and removed from the prefix index. A block of the leading group is
     spilled with the blocks of other groups at its position, and the snapshot at its
-    end. If fewer snapshot places than `num_blocks` are empty, the least recently used
-    snapshots are spilled too, at most until half of the places are empty. Without
+    end. If fewer snapshots than `num_blocks` are empty, the least recently used
+    snapshots are spilled too, at most until half are empty. Without
     groups with blocks, `num_blocks` counts snapshots.
 
     Args:
@@ -58,21 +58,21 @@ def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
       >>> num_restored, jkv.match(cache, prompt[None]).tolist()
       (2, [8])
     """
-    check_has_texts(cache)
+    check_stores_tokens(cache)
     most = max((g.num_blocks for g in cache.metadata.block_groups), default=0)
-    count = int(np.clip(int(requests.as_index(num_blocks)), 0, 2**30))
+    count = int(np.clip(int(as_index(num_blocks)), 0, 2**30))
     return take(cache, count, 1 << (max(min(count, most), 1) - 1).bit_length())
 
 
 def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     """Implement `spill` with programs for at most `width` blocks per group."""
-    metadata, texts = cache.metadata, TextBuilder(cache.block_size)
+    metadata, builder = cache.metadata, SpilledBuilder(cache.block_size)
     blocks: tuple[np.ndarray, ...] = ()
     spilled: dict[int, int] = {}  # prefix hashes by node, of the leading group
     numbers = metadata.block_numbers
     if numbers:
         chosen = jax.device_get(choose(metadata, jnp.int32(count), width=width))
-        nodes = _add_chains(cache, chosen, texts)
+        nodes = _add_chains(cache, chosen, builder)
         blocks = chosen.blocks
         spilled = {
             nodes[block]: int(chosen.hashes[block])
@@ -83,51 +83,53 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
             is_there = blocks[at] < metadata.groups[number].num_blocks
             holders = iter([nodes[b] for b in chosen.above[at][is_there].tolist()])
             for arrays in _fetch_pieces(cache, number, blocks[at][is_there]):
-                texts.hold(holders, arrays)
-    places = _choose_places(cache, count, texts, spilled)
-    if places:
-        texts.hold(iter(places.values()), fetch_snapshots(cache, [*places]))
-    num_places = metadata.index.num_places
-    gone = np.full(max(num_places, 1), num_places, np.int32)
-    gone[: len(places)] = list(places)
+                builder.hold(holders, arrays)
+    snapshot_ids = _choose_snapshots(cache, count, builder, spilled)
+    if snapshot_ids:
+        builder.hold(
+            iter(snapshot_ids.values()), fetch_snapshots(cache, [*snapshot_ids])
+        )
+    num_snapshots = metadata.index.num_snapshots
+    gone = np.full(max(num_snapshots, 1), num_snapshots, np.int32)
+    gone[: len(snapshot_ids)] = list(snapshot_ids)
     cache = cache.with_metadata(forget(metadata, blocks, gone))
-    return cache, Spilled(layout=Layout.of(cache), **texts.arrays())
+    return cache, Spilled(layout=Layout.of(cache), **builder.arrays())
 
 
 def copy_prefix(cache: Cache, tokens: np.ndarray, salt: int) -> Spilled:
     """Copy the cached blocks of a sequence, i32[n], to the host; they stay cached."""
-    texts, size = TextBuilder(cache.block_size), cache.block_size
+    builder, size = SpilledBuilder(cache.block_size), cache.block_size
     padded = np.full((1, cache.max_context_length), -1, np.int32)
     padded[0, : len(tokens)] = tokens[: cache.max_context_length]
     salts = np.full((1,), salt, np.int32)
     found = jax.device_get(_find(cache.metadata, padded, salts))
     columns = tokens[: int(found.num_blocks[0]) * size].reshape(-1, size)
-    nodes = [texts.add_text(salt, columns[: i + 1]) for i in range(len(columns))]
+    nodes = [builder.add_sequence(salt, columns[: i + 1]) for i in range(len(columns))]
     for number in cache.metadata.block_numbers if nodes else ():
         blocks = found.groups[number].blocks[0, : len(nodes)]
         is_there = blocks < cache.metadata.groups[number].num_blocks
         holders = iter(np.array(nodes)[is_there].tolist())
         for arrays in _fetch_pieces(cache, number, blocks[is_there]):
-            texts.hold(holders, arrays)
-    if found.state is not None and found.state.place[0] < found.state.none:
-        snapshot = fetch_snapshots(cache, found.state.place.tolist())
-        texts.hold(iter(nodes[-1:]), snapshot)
-    return Spilled(layout=Layout.of(cache), **texts.arrays())
+            builder.hold(holders, arrays)
+    if found.state is not None and found.state.snapshot_id[0] < found.state.none:
+        snapshot = fetch_snapshots(cache, found.state.snapshot_id.tolist())
+        builder.hold(iter(nodes[-1:]), snapshot)
+    return Spilled(layout=Layout.of(cache), **builder.arrays())
 
 
 @jax.jit
-def _find(metadata: Metadata, texts: jax.Array, salts: jax.Array) -> Found:
-    return metadata.index.find(metadata, texts, salts)
+def _find(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> Found:
+    return metadata.index.find(metadata, tokens, salts)
 
 
-def has_texts(cache: Cache) -> bool:
+def stores_tokens(cache: Cache) -> bool:
     """Return True if the index of a cache has the tokens of its blocks."""
     return index_of(cache.metadata).wide_hashes is None
 
 
-def check_has_texts(cache: Cache) -> None:
+def check_stores_tokens(cache: Cache) -> None:
     """Raise if the index of a cache has no tokens of its blocks."""
-    if not has_texts(cache):
+    if not stores_tokens(cache):
         raise UsageError(
             "cache must have a group of layers with full attention, got a sliding "
             "window in every attention layer, for which the index has hashes instead "
@@ -135,7 +137,9 @@ def check_has_texts(cache: Cache) -> None:
         )
 
 
-def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, int]:
+def _add_chains(
+    cache: Cache, chosen: Chosen, builder: SpilledBuilder
+) -> dict[int, int]:
     """Add the prefixes of chosen blocks; return nodes by block of the leading group."""
     nothing = cache.metadata.leading.num_blocks
     order: dict[int, None] = {}
@@ -151,10 +155,10 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
     nodes = {nothing: -1}
     for block, row in zip(order, tokens, strict=True):
         parent = nodes[int(chosen.parents[block])]
-        node = nodes[block] = texts.add(parent, int(chosen.salts[block]), row)
+        node = nodes[block] = builder.add(parent, int(chosen.salts[block]), row)
         if chosen.kept:
             of_class, until = (int(each[block]) for each in chosen.kept)
-            texts.keep[node] = of_class, until
+            builder.keep[node] = of_class, until
     return nodes
 
 
@@ -182,13 +186,13 @@ def _fetch_pieces(
         yield dict(zip(names, map(np.asarray, pieces), strict=True))
 
 
-def _choose_places(
-    cache: Cache, count: int, texts: TextBuilder, gone: dict[int, int]
+def _choose_snapshots(
+    cache: Cache, count: int, builder: SpilledBuilder, gone: dict[int, int]
 ) -> dict[int, int]:
-    """Choose snapshots to spill; return their nodes by place.
+    """Choose snapshots to spill; return their nodes by id.
 
     Includes snapshots at the end of spilled blocks (`gone`: hashes by node), then the
-    least recently used ones until enough places are empty, adding their sequences.
+    least recently used ones until enough are empty, adding their sequences.
     """
     known = snapshots_of(cache.metadata)
     if known is None:
@@ -198,22 +202,26 @@ def _choose_places(
     )
     taken = [int(p) for p in np.flatnonzero(lengths)]
 
-    def texts_at(places: list[int]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield places, salts and sequences."""
-        rows = _read_rows(known.texts, np.array(places, np.int32))
-        for place, row in zip(places, rows, strict=True):
-            yield place, int(salts[place]), row[: lengths[place]]
+    def sequences_at(snapshot_ids: list[int]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield ids, salts and sequences."""
+        rows = _read_rows(known.tokens, np.array(snapshot_ids, np.int32))
+        for snapshot_id, row in zip(snapshot_ids, rows, strict=True):
+            yield snapshot_id, int(salts[snapshot_id]), row[: lengths[snapshot_id]]
 
     chosen, proposed = {}, {*gone.values()}
-    for place, salt, text in texts_at([p for p in taken if hashes[p] in proposed]):
-        node = texts.find_text(salt, text)
+    for snapshot_id, salt, tokens in sequences_at(
+        [p for p in taken if hashes[p] in proposed]
+    ):
+        node = builder.find_sequence(salt, tokens)
         if node in gone:
-            chosen[place] = node
+            chosen[snapshot_id] = node
     num_empty = len(lengths) - len(taken) + len(chosen)
     lacking = min(count, len(lengths) // 2) - num_empty
     if not cache.metadata.block_numbers:
         lacking = count
     oldest = sorted((int(last_used[p]), p) for p in taken if p not in chosen)
-    for place, salt, text in texts_at([p for _, p in oldest[: max(lacking, 0)]]):
-        chosen[place] = texts.add_text(salt, text)
+    for snapshot_id, salt, tokens in sequences_at(
+        [p for _, p in oldest[: max(lacking, 0)]]
+    ):
+        chosen[snapshot_id] = builder.add_sequence(salt, tokens)
     return chosen

@@ -23,6 +23,13 @@ def _same_number(salt: int) -> Salt | None:
     return salt
 
 
+def _as_capacity(max_bytes: int) -> int:
+    """Return a capacity in bytes; refuse a negative one."""
+    if max_bytes < 0:
+        raise UsageError(f"max_bytes must be >= 0, got {max_bytes}")
+    return int(max_bytes)
+
+
 class Names(NamedTuple):
     """Process-independent names of weights and cache salts."""
 
@@ -43,7 +50,7 @@ class _Node:
     children: dict[bytes, "_Node"] = dataclasses.field(default_factory=dict)
     held: Held | None = None
 
-    def text(self) -> np.ndarray:
+    def tokens_to_end(self) -> np.ndarray:
         """Return all tokens up to the column's end, i32[n T]."""
         columns, node = [], self
         while node.parent is not None:
@@ -93,9 +100,7 @@ class BlockStore:
         max_folder_bytes: int = 0,
         version: str = "",
     ) -> None:
-        if max_bytes < 0:
-            raise UsageError(f"max_bytes must be >= 0, got {max_bytes}")
-        self.max_bytes, self.version = int(max_bytes), version
+        self._max_bytes, self.version = _as_capacity(max_bytes), version
         self._lock = threading.RLock()
         self._folder: Folder | None = None
         self._layout: Layout | None = None
@@ -106,6 +111,17 @@ class BlockStore:
         # Nodes with contents in memory, least recently used first.
         self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()
         self._nbytes = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """Capacity in host memory, in bytes; a lower one evicts blocks at once."""
+        return self._max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, max_bytes: int) -> None:
+        with self._lock:
+            self._max_bytes = _as_capacity(max_bytes)
+            self._make_room()
 
     @property
     def nbytes(self) -> int:
@@ -244,8 +260,8 @@ class BlockStore:
         """Return the contents of the columns `wanted`, the end of `path`, or None."""
         for node in wanted:
             if self._folder is not None and node.held is None:
-                said = self._said(node)
-                found = self._folder.find(node.digest, node.text(), said)
+                expected = self._header(node)
+                found = self._folder.find(node.digest, node.tokens_to_end(), expected)
                 if found is not None:
                     self._hold(node, found)
         numbered = enumerate(wanted, len(path) - len(wanted))
@@ -270,9 +286,12 @@ class BlockStore:
         node = self._root(names or Names(self.version), int(salt))
         if node is None:
             return []
-        text, size = np.asarray(tokens, np.int32).reshape(-1), self._layout.block_size
-        num_columns, path = max(len(text) - 1, 0) // size, []
-        for column in text[: num_columns * size].reshape(num_columns, size):
+        sequence, size = (
+            np.asarray(tokens, np.int32).reshape(-1),
+            self._layout.block_size,
+        )
+        num_columns, path = max(len(sequence) - 1, 0) // size, []
+        for column in sequence[: num_columns * size].reshape(num_columns, size):
             if self._folder is None and column.tobytes() not in node.children:
                 break
             node = self._child(node, column)
@@ -430,9 +449,9 @@ class BlockStore:
         held = node.held
         if self._folder is None or held is None or held.is_saved:
             return
-        self._folder.write(node.digest, node.text(), held, self._said(node))
+        self._folder.write(node.digest, node.tokens_to_end(), held, self._header(node))
 
-    def _said(self, node: _Node) -> dict[str, Any]:
+    def _header(self, node: _Node) -> dict[str, Any]:
         """Return the header of a column's file."""
         return {"salt": node.salt, "version": node.version, "layout": self._layout}
 

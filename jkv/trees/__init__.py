@@ -3,7 +3,7 @@
 `jkv.score` computes each token of a `TrajectoryTree` once, forward and backward.
 """
 
-from jkv.decoding.texts.trajectory_tree import TrajectoryTree, grow, read_text
+from jkv.decoding.sequences.trajectory_tree import TrajectoryTree, grow, read_sequence
 from jkv.trees.records import (
     TreeRecord,
     note_allocate,
@@ -27,6 +27,6 @@ __all__ = [
     "note_generate",
     "note_given",
     "pad",
-    "read_text",
+    "read_sequence",
     "split",
 ]

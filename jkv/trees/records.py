@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.arguments import explains_arguments
-from jkv.decoding.texts.prompts import count_tokens
-from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.decoding.texts.trajectory_tree import (
+from jkv.arguments import expect, explains_arguments
+from jkv.decoding.sequences.prompts import count_tokens
+from jkv.decoding.sequences.results import FinishReason, Generation
+from jkv.decoding.sequences.trajectory_tree import (
     NO_PARENT,
     TrajectoryTree,
     empty_tree,
@@ -26,9 +26,9 @@ from jkv.decoding.texts.trajectory_tree import (
     is_known,
     join_arrays,
     list_rows,
-    read_text,
+    read_sequence,
 )
-from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.metadata.requests import IntegerRows, Integers, as_prompts, broadcast
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.branching import Fork
@@ -73,7 +73,7 @@ class TreeRecord:
 @explains_arguments
 def note_generate(
     record: TreeRecord,
-    prompts: Texts,
+    prompts: IntegerRows,
     result: Generation,
     parents: Integers = NO_PARENT,
 ) -> tuple[TreeRecord, jax.Array]:
@@ -105,15 +105,15 @@ def note_generate(
       >>> record.tree.tokens.tolist(), record.tree.parents.tolist(), samples.tolist()
       ([5, 6, 7, 8, 9, 8, 9], [-1, 0, 0], [1, 2])
     """
-    texts = as_prompts(prompts, "prompts")
-    num_prompts, num_texts = texts.shape[0], result.tokens.shape[0]
-    if not num_prompts or num_texts % num_prompts:
+    sequences = as_prompts(prompts, "prompts")
+    num_prompts, num_sequences = sequences.shape[0], result.tokens.shape[0]
+    if not num_prompts or num_sequences % num_prompts:
         raise UsageError(
             f"result must have a multiple of {num_prompts} prompts as sequences, got "
-            f"{num_texts}; pass the prompts of this call"
+            f"{num_sequences}; pass the prompts of this call"
         )
-    record, segments = _add(record, texts, parents)
-    each = num_texts // num_prompts
+    record, segments = _add(record, sequences, parents)
+    each = num_sequences // num_prompts
     return _add(record, result.tokens, jnp.repeat(segments, each), result.logprobs)
 
 
@@ -148,7 +148,7 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
 
 @explains_arguments
 def note_given(
-    record: TreeRecord, seq_ids: Integers, tokens: Texts
+    record: TreeRecord, seq_ids: Integers, tokens: IntegerRows
 ) -> tuple[TreeRecord, jax.Array]:
     """Record tokens that a sequence receives, before they are computed.
 
@@ -175,11 +175,11 @@ def note_given(
       ([0, -1], [3, 0])
     """
     (ids,) = broadcast(seq_ids=seq_ids)
-    texts = as_prompts(tokens, "tokens")
-    _check_texts(ids, texts)
+    sequences = as_prompts(tokens, "tokens")
+    expect("tokens", sequences, "B ...", {"B": len(ids)}, why="a row for each sequence")
     tips, unfed = _find(record, ids)
-    record, segments = _add(record, texts, tips)
-    return _move(record, ids, segments, unfed + count_tokens(texts)), segments
+    record, segments = _add(record, sequences, tips)
+    return _move(record, ids, segments, unfed + count_tokens(sequences)), segments
 
 
 @explains_arguments
@@ -215,7 +215,7 @@ def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> Tre
 
 @explains_arguments
 def note_extend(
-    record: TreeRecord, seq_ids: Integers, tokens: Texts, result: Generation
+    record: TreeRecord, seq_ids: Integers, tokens: IntegerRows, result: Generation
 ) -> tuple[TreeRecord, jax.Array]:
     """Record `extend`: the tokens passed to it, and the generated ones.
 
@@ -247,21 +247,22 @@ def note_extend(
       ...     cache, answer = jkv.extend(count_on, None, cache, opened.seq_ids, given,
       ...         max_new_tokens=2)
       ...     record, _ = jkv.trees.note_extend(record, opened.seq_ids, given, answer)
-      >>> jkv.trees.read_text(record.tree, int(record.tips[0]))
+      >>> jkv.trees.read_sequence(record.tree, int(record.tips[0]))
       [5, 6, 7, 8, 9, 40, 41, 42]
     """
     (ids,) = broadcast(seq_ids=seq_ids)
-    texts = as_prompts(tokens, "tokens")
-    _check_texts(ids, texts)
-    _check_texts(ids, result.tokens)
+    sequences = as_prompts(tokens, "tokens")
+    expect("tokens", sequences, "B ...", {"B": len(ids)}, why="a row for each sequence")
+    sizes, why = {"B": len(ids)}, "a row for each sequence"
+    expect("result.tokens", result.tokens, "B ...", sizes, why=why)
     reasons = [FinishReason.NAN_LOGITS, FinishReason.NOTHING_ALLOWED]
     was_fed = (result.lengths > 0) | jnp.isin(
         result.reasons, jnp.array(reasons, jnp.int32)
     )
     tips, unfed = _find(record, ids)
-    _check_unfed(record, texts, tips, jnp.where(was_fed, unfed, 0))
-    column = unfed[:, None] + jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
-    new = jnp.take_along_axis(texts, column, axis=1, mode="fill", fill_value=-1)
+    _check_unfed(record, sequences, tips, jnp.where(was_fed, unfed, 0))
+    column = unfed[:, None] + jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
+    new = jnp.take_along_axis(sequences, column, axis=1, mode="fill", fill_value=-1)
     new = jnp.where(was_fed[:, None], new, -1)
     record, given = _add(record, new, tips)
     record, segments = _add(record, result.tokens, given, result.logprobs)
@@ -303,13 +304,13 @@ def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord
 
 def _add(
     record: TreeRecord,
-    texts: jax.Array,
+    sequences: jax.Array,
     parents: Integers,
     logprobs: jax.Array | None = None,
 ) -> tuple[TreeRecord, jax.Array]:
     """Append segments, i32[N, C]; generated ones have log-probabilities, f32[N, C]."""
-    rows = list_rows(texts)
-    tree, segments = grow(record.tree, texts, parents)
+    rows = list_rows(sequences)
+    tree, segments = grow(record.tree, sequences, parents)
     is_generated = np.full(segments.shape, logprobs is not None)
     if logprobs is None:
         added: Any = np.zeros(rows.places.shape, np.float32)
@@ -345,27 +346,18 @@ def _move(
     )
 
 
-def _check_texts(ids: jax.Array, texts: jax.Array) -> None:
-    """Raise unless there is one row of tokens per sequence."""
-    if ids.shape != texts.shape[:1]:
-        raise UsageError(
-            f"tokens must have a row for each of {ids.shape[0]} sequences, got "
-            f"{texts.shape[0]}"
-        )
-
-
 def _check_unfed(
-    record: TreeRecord, texts: jax.Array, tips: jax.Array, num_unfed: jax.Array
+    record: TreeRecord, sequences: jax.Array, tips: jax.Array, num_unfed: jax.Array
 ) -> None:
     """Raise for tokens without the ones that the cache lacks, outside jit."""
-    arrays = texts, tips, num_unfed
+    arrays = sequences, tips, num_unfed
     if not is_known((arrays, record.tree)):
         return
-    for text, tip, count in zip(*map(np.asarray, arrays), strict=True):
+    for sequence, tip, count in zip(*map(np.asarray, arrays), strict=True):
         if count:
-            known = read_text(record.tree, int(tip))[-count:]
-            if text[:count].tolist() != known:
+            known = read_sequence(record.tree, int(tip))[-count:]
+            if sequence[:count].tolist() != known:
                 raise UsageError(
                     f"tokens must begin with {known}, which the cache lacks, got "
-                    f"{text[text >= 0].tolist()}"
+                    f"{sequence[sequence >= 0].tolist()}"
                 )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import explains_arguments
-from jkv.decoding.texts.trajectory_tree import (
+from jkv.decoding.sequences.trajectory_tree import (
     NO_PARENT,
     TrajectoryTree,
     check_tree,
@@ -113,8 +113,8 @@ def split(
 
     Example:
       >>> import jkv
-      >>> texts = [[5, 6, 7], [8, 1, 2], [9, 4]]
-      >>> tree = jkv.TrajectoryTree.of(texts, parents=[-1, 0, 0])
+      >>> sequences = [[5, 6, 7], [8, 1, 2], [9, 4]]
+      >>> tree = jkv.TrajectoryTree.of(sequences, parents=[-1, 0, 0])
       >>> parts = jkv.trees.split(tree, 6)
       >>> parts.rows.tolist()
       [[0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5]]

@@ -5,12 +5,14 @@ block first, so the pool allocates blocks in LRU order. A request is served comp
 or not at all.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import as_index
 from jkv.metadata import requests, tables
 from jkv.metadata.part import (
     Moves,
@@ -20,7 +22,7 @@ from jkv.metadata.part import (
     close_sequences,
     parts_of,
 )
-from jkv.metadata.requests import Blocks, Integers, Texts
+from jkv.metadata.requests import Blocks, IntegerRows, Integers
 from jkv.metadata.ring import Keep
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -41,9 +43,10 @@ def allocate(
     cache: Cache,
     num_tokens: Integers,
     *,
-    tokens: Texts | None = None,
+    tokens: IntegerRows | None = None,
     salts: Integers = 0,
     keep_free: Blocks = 0,
+    recompute_last: bool = False,
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
@@ -67,6 +70,9 @@ def allocate(
       keep_free: i32[] or int, number of blocks to leave free: requests that would need
         them are OUT_OF_BLOCKS. A scheduler passes its outstanding reservations. A tuple
         has one number per group of layers; a single number applies to all.
+      recompute_last: static; do not count the last cached token of each prompt, so that
+        the caller computes it again, as for its hidden state. Its keys stay readable in
+        its slot. Ignored with recurrent states, which cannot be cut by one token.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
@@ -87,8 +93,9 @@ def allocate(
     counts, salts = requests.broadcast(
         num_prompts, num_tokens=num_tokens, salts=requests.as_salts("salts", salts)
     )
-    kept = jax.tree.map(requests.as_index, keep_free)
-    metadata, result, moves = _allocate(cache.metadata, counts, prompts, salts, kept)
+    kept = jax.tree.map(as_index, keep_free)
+    given = cache.metadata, counts, prompts, salts, kept
+    metadata, result, moves = _allocate(*given, recompute_last=recompute_last)
     return cache.follow(metadata, moves), result
 
 
@@ -182,15 +189,17 @@ def _as_time(given: Integers) -> Integers:
     return requests.as_salts("keep_until", given)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="recompute_last")
 def _allocate(
     metadata: Metadata,
     num_tokens: jax.Array,
     tokens: jax.Array | None,
     salts: jax.Array,
     keep_free: Blocks,
+    *,
+    recompute_last: bool,
 ) -> tuple[Metadata, Allocation, tuple[Moves, ...]]:
-    found = metadata.index.find(metadata, tokens, salts)
+    found = metadata.index.find(metadata, tokens, salts, recompute_last)
     status, served, plans = _judge_openings(metadata, num_tokens, found, keep_free)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata, seq_ids = tables.open_rows(metadata, served, num_cached)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather
+from jkv.arguments import expect
 from jkv.masks import CAUSAL, Mask, Resolved, Rows, resolve, without_rows
 from jkv.metadata import requests, tables
-from jkv.metadata.lanes import find_owners
 from jkv.metadata.part import Granted, Growing, Served, Step, parts_of
 from jkv.metadata.requests import Integers
+from jkv.operations import find_owners, gather
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -109,11 +109,7 @@ def append(
     recorded = None
     if tokens is not None:
         (recorded,) = requests.broadcast(tokens=tokens)
-        if recorded.shape != (num_rows,):
-            raise ValueError(
-                f"tokens must be i32[R] with R = {num_rows} rows, got "
-                f"{recorded.dtype}{list(recorded.shape)}"
-            )
+        expect("tokens", recorded, "R", {"R": num_rows}, why="one for each row")
     if not cache.metadata.records_tokens:
         recorded = None
     elif recorded is None:
@@ -159,8 +155,8 @@ def _append(
         numbered = rows.number(jnp.asarray(num_tokens))
         past = jnp.asarray(before.context_length)
         masked = resolve(mask, numbered, past, max_span)
-    asked = seq_ids, num_tokens, num_pending
-    growth = _judge_growth(metadata, *asked, rows, before, masked)
+    requested = seq_ids, num_tokens, num_pending
+    growth = _judge_growth(metadata, *requested, rows, before, masked)
     is_decoding = max_query_length == 1
     step = _make_step(metadata, seq_ids, tokens, rows, growth, is_decoding)
     blocks: list[jax.Array | None] = [None] * len(metadata.groups)

@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jkv.attention import choice, paged_attention
-from jkv.attention.backend import StepShape
-from jkv.attention.call import Past, Pools, Requests
+from jkv.arguments import expect
+from jkv.attention import attend_pools, choice, require_window
+from jkv.attention.backend import Past, Pools, Requests, StepShape
 from jkv.attention.softmax import join_parts
-from jkv.formats.format import Formats
 from jkv.metadata.requests import Integer
 from jkv.sharding.storage_sharding import (
     PER_HEAD,
@@ -23,9 +23,8 @@ from jkv.sharding.storage_sharding import (
 )
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 from jkv.state.cache import Role
-from jkv.state.entry import takes_cache
+from jkv.state.entry import any_layer, check_batch, locate_layer, takes_cache
 from jkv.status import UsageError
-from jkv.verbs import arguments
 from jkv.verbs.masked_attention import MaskedRows, attend_masked
 
 
@@ -135,10 +134,10 @@ def attend(
       >>> jkv.attend(cache, 0, batch, jnp.ones((1, 2, 8))).shape
       (1, 2, 8)
     """
-    found = arguments.locate_layer(cache, layer)
-    arguments.check_batch(cache, batch)
+    found = locate_layer(cache, layer)
+    check_batch(cache, batch)
     group, storage = cache.metadata.groups[found.group], cache.storage[found.group]
-    arguments.check_queries(storage, batch, queries)
+    check_queries(storage, batch, queries, sinks)
     sharding = storage.sharding
     context = None if sharding is None else sharding.context
     masked = _mask_rows(batch, found.group, causal, context)
@@ -151,24 +150,20 @@ def attend(
         num_parts=1 if sharding is None else sharding.num_parts,
         soft_cap=soft_cap,
         return_lse=return_lse,
-        kv_dtype=storage.dtype,
-        value_dtype=storage.value_dtype,
-        value_head_dim=storage.value_head_dim,
         max_query_length=1 if batch.is_decoding else None,
         by_position=batch.by_position,
         implementation=implementation,
-        formats=None if masked is None else storage.formats,
     )
     operands = _Operands(
         queries=queries,
-        arrays=storage.arrays,
+        pools=pools_of(storage),
         sinks=sinks,
-        layer=arguments.any_layer(found.layer, batch),
+        layer=any_layer(found.layer, batch),
         requests=requests_of(group, batch),
         plan=_find_plan(batch, found.group, is_masked=masked is not None),
         masked=masked,
         scale=scale,
-        window=arguments.checked_window(group, window),
+        window=checked_window(group, window),
     )
     answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(operands)
     return answer
@@ -216,8 +211,7 @@ class _Operands:
     """The arrays of a call, each field with its sharding over devices."""
 
     queries: jax.Array = dataclasses.field(metadata=divided(ROWS))  # [R, H, D]
-    # The arrays of a group by name, [L, N, K, T, ...].
-    arrays: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
+    pools: Pools = dataclasses.field(metadata=divided(POOL))  # [L, N, K, T, ...]
     sinks: jax.Array | None = dataclasses.field(metadata=divided(PER_HEAD))  # f32[H]
     # The other arrays are replicated.
     layer: jax.Array  # i32[]
@@ -234,7 +228,6 @@ def _attend_on_device(
     context: str | None,
     num_parts: int,
     return_lse: bool,
-    formats: Formats | None,
     **static: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with the query and kv heads on this device.
@@ -242,51 +235,40 @@ def _attend_on_device(
     If `context` is the mesh axis that shards the tokens of a block, attend to the local
     tokens and combine the results of all devices.
     """
-    arrays = operands.arrays
-    attend_here: Callable[..., Any] = functools.partial(
-        paged_attention,
+    attend_here = functools.partial(
+        attend_pools,
         operands.queries,
-        arrays["key_pool"],
-        arrays.get("value_pool"),
+        operands.pools,
         operands.layer,
         scale=operands.scale,
-        key_scales=arrays.get("key_scales"),
-        value_scales=arrays.get("value_scales"),
         **static,
     )
-    answer: jax.Array | tuple[jax.Array, jax.Array]
     if operands.masked is not None:
-        assert formats is not None
         output, lse = attend_masked(
             attend_here,
             operands.queries,
-            arrays,
+            operands.pools,
             operands.layer,
             operands.requests,
             operands.masked,
-            plan=operands.plan,
+            plans=operands.plan,
             sinks=operands.sinks,
             window=operands.window,
             scale=operands.scale,
             soft_cap=static["soft_cap"],
-            formats=formats,
-            value_dim=static["value_head_dim"] or operands.queries.shape[2],
             by_position=static["by_position"],
         )
         return (output, lse) if return_lse else output
     attend_here = functools.partial(
-        attend_here,
-        *operands.requests,
-        work_lists=operands.plan,
-        window=operands.window,
+        attend_here, operands.requests, plans=operands.plan, window=operands.window
     )
     if context is None:
-        answer = attend_here(sinks=operands.sinks, return_lse=return_lse)
-        return answer
-    part = jax.lax.axis_index(context), num_parts
-    output, lse = attend_here(block_part=part, return_lse=True)
-    output, lse = join_parts(output, lse, operands.sinks, context)
-    output = output.astype(operands.queries.dtype)
+        output, lse = attend_here(sinks=operands.sinks, return_lse=return_lse)
+    else:
+        part = jax.lax.axis_index(context)
+        output, lse = attend_here(part=part, num_parts=num_parts)
+        output, lse = join_parts(output, lse, operands.sinks, context)
+        output = output.astype(operands.queries.dtype)
     return (output, lse) if return_lse else output
 
 
@@ -349,3 +331,48 @@ def requests_of(group: BlockGroup, batch: Batch) -> Requests:
         query_lengths=batch.query_lengths,
         context_lengths=lengths,
     )
+
+
+def check_queries(
+    storage: BlockStorage,
+    batch: Batch,
+    queries: jax.Array,
+    sinks: jax.Array | None = None,
+) -> None:
+    """Refuse queries or sinks of a wrong shape, or heads that the mesh cannot divide.
+
+    A device gets its share of the heads, and joins of parts or of masked rows add the
+    sinks: both would report other sizes, or broadcast.
+    """
+    sizes = {"R": batch.num_rows}
+    sizes = expect("queries", queries, "R H D", sizes, why="R the rows of the batch")
+    if sinks is not None:
+        expect("sinks", sinks, "H", sizes, why="a logit for each query head")
+    sharding = storage.sharding
+    if sharding is not None and sharding.heads in sharding.open_axes:
+        num_heads, num_devices = sizes["H"], sharding.mesh.shape[sharding.heads]
+        if num_heads % num_devices:
+            raise ValueError(
+                f"queries must have a number of heads divisible by the {num_devices} "
+                f"devices of mesh axis {sharding.heads!r}, got {num_heads} heads; pass "
+                f"init a mesh axis whose size divides the query heads"
+            )
+
+
+def checked_window(
+    group: BlockGroup, window: int | jax.Array | None
+) -> int | jax.Array | None:
+    """Return the window of a call; refuse one larger than the cache's."""
+    require_window(window)
+    kept = group.window.length
+    if kept is None:
+        return window
+    if isinstance(window, jax.core.Tracer):
+        return jnp.minimum(window, kept)
+    if window is None or np.any(np.asarray(window) > kept):
+        raise UsageError(
+            f"window must be at most {kept}, the cache's CacheConfig.sliding_window, "
+            f"got {window}; layers with full attention or a larger window need another "
+            f"group or cache"
+        )
+    return window

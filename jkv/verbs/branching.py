@@ -23,8 +23,7 @@ from jkv.metadata.part import (
     parts_of,
 )
 from jkv.metadata.requests import Integers
-from jkv.metadata.xla_cpu import running_sum
-from jkv.sharding.loops import while_loop
+from jkv.operations import running_sum, while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status

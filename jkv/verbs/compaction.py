@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
-from jkv.indexing import gather
-from jkv.sharding.loops import fori_loop
+from jkv.operations import fori_loop, gather
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import scatter
+from jkv.arguments import as_index
 from jkv.metadata import requests
 from jkv.metadata.part import close_sequences, parts_of
 from jkv.metadata.requests import Integer, Integers
-from jkv.sharding.loops import while_loop
+from jkv.operations import scatter, while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Counter, Status
@@ -137,7 +137,7 @@ def evict(
       ([1], [0])
     """
     (protect,) = requests.broadcast(protect=protect)
-    count = requests.as_index(num_blocks)
+    count = as_index(num_blocks)
     metadata, evicted = _evict(cache.metadata, count, protect)
     return cache.with_metadata(metadata), evicted
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather
+from jkv.arguments import as_index
 from jkv.metadata import requests, tables
 from jkv.metadata.requests import Integer, Integers
+from jkv.operations import gather
 from jkv.state import BlockGroup, Cache, Metadata, Slots
 from jkv.state.batch import check_group
 from jkv.state.entry import takes_cache
@@ -51,7 +52,7 @@ def block_ids(cache: Cache, seq_id: Integer, *, group: int | None = None) -> jax
       [0, 1, 4, 4]
     """
     chosen = group_of(cache, group, "block_ids")
-    return table_of(cache.metadata, requests.as_index(seq_id), number=chosen)
+    return table_of(cache.metadata, as_index(seq_id), number=chosen)
 
 
 @takes_cache()
@@ -119,7 +120,7 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
             "this cache does not record tokens; configure it with "
             "CacheConfig(record_tokens=True) and pass tokens= to append"
         )
-    return _tokens(cache.metadata, requests.as_index(seq_id))
+    return _tokens(cache.metadata, as_index(seq_id))
 
 
 @takes_cache()
@@ -150,7 +151,7 @@ def block_info(
       True
     """
     chosen = group_of(cache, group, "block_info")
-    return _block_info(cache.metadata, requests.as_index(block_id), number=chosen)
+    return _block_info(cache.metadata, as_index(block_id), number=chosen)
 
 
 @takes_cache()
@@ -296,13 +297,13 @@ def _tokens(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     position = jnp.arange(most, dtype=jnp.int32)
     valid = position < length_of(metadata, seq_id)
     if metadata.tokens is None:  # no group has blocks
-        told = metadata.index.texts_of(metadata, row_of(metadata, seq_id))
+        recorded = metadata.index.tokens_of(metadata, row_of(metadata, seq_id))
     else:
         group = metadata.leading
         table = table_of(metadata, seq_id, number=metadata.leader)
-        told = gather(metadata.tokens, table).reshape(-1)[:most]
+        recorded = gather(metadata.tokens, table).reshape(-1)[:most]
         valid &= group.window.is_kept(seq_id, position, group.block_size)
-    return jnp.where(valid, told, -1)
+    return jnp.where(valid, recorded, -1)
 
 
 @functools.partial(jax.jit, static_argnames="number")

@@ -6,7 +6,6 @@ later steps will read them, and the results are joined by their log-sum-exp.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import Past, Requests
+from jkv.attention.backend import Past, Pools, Requests, Stored
 from jkv.attention.own_rows import OwnRows, Results, attend_own_rows, join_results
-from jkv.formats.format import Formats, multiply_out, parts_of
-from jkv.indexing import gather
+from jkv.formats.format import Formats, multiply_out
 from jkv.masks import StepMask
+from jkv.operations import gather
 from jkv.state import Slots
 
 
@@ -33,32 +32,29 @@ class MaskedRows:
 
 
 def attend_masked(
-    attend: Callable[..., Results],  # `paged_attention` with queries and pools
+    attend: Callable[..., Results],  # `attend_pools` with queries and pools
     queries: jax.Array,  # [R, H, D]
-    arrays: dict[str, jax.Array],  # of the group, [L, N, K, T, ...]
+    pools: Pools,
     layer: jax.Array,  # i32[]
     requests: Requests,
     rows: MaskedRows,
     *,
-    plan: dict[str, Any] | None,
+    plans: dict[str, Any] | None,
     sinks: jax.Array | None,  # f32[H]
     window: jax.Array | int | None,
     scale: jax.Array | float | None,
     soft_cap: float | None,
-    formats: Formats,
-    value_dim: int,  # Dv
     by_position: bool,
 ) -> Results:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
-    mask = rows.mask
-    attend = functools.partial(attend, return_lse=True)
+    mask, formats = rows.mask, pools.formats
     if mask.adds_later:
-        found = attend(*requests, window=window, sinks=sinks, work_lists=plan)
+        found = attend(requests, window=window, sinks=sinks, plans=plans)
         sinks = None
     else:
-        found = _attend_past(attend, requests, rows, window, plan)
+        found = _attend_past(attend, requests, rows, window, plans)
     if not mask.reads_only:
-        stored = _read_back(arrays, layer, rows.slots, formats, value_dim)
+        stored = _read_back(pools, layer, rows.slots)
         scale = 1.0 / math.sqrt(queries.shape[2]) if scale is None else scale
         own = _as_queries(queries, scale, stored[0].shape[1], formats)
         window = None if window is None else jnp.asarray(window, jnp.int32)
@@ -72,7 +68,7 @@ def attend_masked(
         )
         by_head = queries.shape[:2]
         output = formats.value.rotate_back(output.reshape(*by_head, -1))
-        others = output[..., :value_dim], lse.reshape(by_head)
+        others = output[..., : pools.value_dim], lse.reshape(by_head)
     else:
         others = jnp.zeros(found[0].shape), jnp.full_like(found[1], -jnp.inf)
     output, lse = join_results(found, others, sinks)
@@ -84,17 +80,17 @@ def _attend_past(
     requests: Requests,
     rows: MaskedRows,
     window: jax.Array | int | None,
-    plan: dict[str, Any] | None,
+    plans: dict[str, Any] | None,
 ) -> Results:
     """Attend to the cached tokens, which every row sees up to its window."""
     mask = rows.mask
     if window is None:
-        return attend(*requests, window=None, past=Past(mask.past), work_lists=plan)
+        return attend(requests, window=None, past=Past(mask.past), plans=plans)
     if mask.is_one_window:
         first = jnp.maximum(mask.past + 1 - window, 0)
-        return attend(*requests, window=None, past=Past(mask.past, first))
+        return attend(requests, window=None, past=Past(mask.past, first))
     if not mask.is_tree and not mask.has_one_window:
-        return attend(*requests, window=window, past=Past(mask.past), work_lists=plan)
+        return attend(requests, window=window, past=Past(mask.past), plans=plans)
     # Each row has a window of its own, and so becomes a request.
     row = jnp.arange(mask.low.shape[0], dtype=jnp.int32)
     past = gather(mask.past, mask.request)
@@ -107,7 +103,7 @@ def _attend_past(
         query_lengths=is_owned.astype(jnp.int32),
         context_lengths=past + 1,
     )
-    return attend(*by_row, window=None, past=Past(past, jnp.maximum(first, 0)))
+    return attend(by_row, window=None, past=Past(past, jnp.maximum(first, 0)))
 
 
 def _as_queries(
@@ -120,22 +116,22 @@ def _as_queries(
 
 
 def _read_back(
-    arrays: dict[str, jax.Array],
-    layer: jax.Array,
-    slots: Slots,
-    formats: Formats,
-    value_dim: int,
+    pools: Pools, layer: jax.Array, slots: Slots
 ) -> tuple[jax.Array, jax.Array]:
     """Return the step's rows as later steps read them, f32[R, K, D] and [R, K, Dv].
 
     Rotated formats return rotated rows.
     """
-    block_ids, offsets = slots
-    found = {
-        name: array.at[layer, block_ids, :, offsets].get(mode="clip")
-        for name, array in arrays.items()
-    }
-    keys = multiply_out(*formats.key.get(parts_of("key", found)))
-    if "value_pool" in found:
-        return keys, multiply_out(*formats.value.get(parts_of("value", found)))
-    return keys, keys if formats.value.is_turned else keys[..., :value_dim]
+
+    def read(stored: Stored) -> jax.Array:
+        parts = {
+            name: array.at[layer, slots.block_ids, :, slots.offsets].get(mode="clip")
+            for name, array in stored.parts.items()
+        }
+        return multiply_out(*stored.format.get(parts))
+
+    keys = read(pools.stored_keys)
+    if pools.stored_values is not None:
+        return keys, read(pools.stored_values)
+    is_turned = pools.formats.value.is_turned
+    return keys, keys if is_turned else keys[..., : pools.value_dim]

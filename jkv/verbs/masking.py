@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather
+from jkv.arguments import saturated
 from jkv.masks import (
     CausalMask,
     Mask,
@@ -19,8 +19,8 @@ from jkv.masks import (
     without_rows,
 )
 from jkv.metadata import requests
-from jkv.metadata.lanes import find_owners
 from jkv.metadata.requests import Integers
+from jkv.operations import find_owners, gather
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
@@ -39,7 +39,7 @@ def _read_arrays(
     mask: Mask, num_rows: int, num_requests: int, has_states: bool
 ) -> Mask | None:
     def as_array(name: str, value: Any) -> jax.Array:
-        return jnp.asarray(requests.saturated(name, value))
+        return jnp.asarray(saturated(name, value))
 
     if isinstance(mask, CausalMask):
         return None

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
+from jkv.operations import gather, scatter
 from jkv.state import Batch, Cache, Metadata
-from jkv.state.entry import takes_cache
-from jkv.verbs import arguments
+from jkv.state.entry import check_batch, takes_cache
 from jkv.verbs.lookups import group_of, row_of
 
 
@@ -66,7 +65,7 @@ def page_table(cache: Cache, batch: Batch, *, group: int | None = None) -> PageT
       ([1, 3], [16, 32, 33, 34])
     """
     number = group_of(cache, group, "page_table")
-    arguments.check_batch(cache, batch)
+    check_batch(cache, batch)
     return _page_table(cache.metadata, batch, number=number)
 
 

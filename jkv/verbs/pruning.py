@@ -206,7 +206,7 @@ def _prune(
     row = done.rows(metadata)
     assert isinstance(pruned, Pruned)
     metadata = metadata.with_pruned(pruned.with_rows(row, num_dropped, num_kept))
-    metadata = _stop_commits(metadata, row, seq_ids)
+    metadata = stop_commits(metadata, row, seq_ids)
     metadata = requests.mark_used(metadata, row, before, num_kept)
     metadata = requests.settle(metadata, status, done.served)
     return metadata, status, _list_copies(metadata, moves)
@@ -225,7 +225,7 @@ def _find_wrong(selection: Selection) -> jax.Array:
     return wrong
 
 
-def _stop_commits(metadata: Metadata, row: jax.Array, seq_ids: jax.Array) -> Metadata:
+def stop_commits(metadata: Metadata, row: jax.Array, seq_ids: jax.Array) -> Metadata:
     """Stop commits of rows, i32[B], whose tokens no longer determine their keys."""
     known = metadata.index.leave(seq_ids)
     if known is None:

@@ -7,14 +7,13 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import as_index
 from jkv.formats.format import parts_of
-from jkv.indexing import gather
-from jkv.metadata import requests
 from jkv.metadata.requests import Integer
+from jkv.operations import gather
 from jkv.sharding.storage_sharding import with_whole_blocks, without_copies_of_heads
 from jkv.state import BlockStorage, Cache, GroupLayer, Metadata
-from jkv.state.entry import takes_cache
-from jkv.verbs.arguments import locate_layer
+from jkv.state.entry import locate_layer, takes_cache
 from jkv.verbs.lookups import length_of, table_of
 
 
@@ -79,8 +78,8 @@ def read(
     keys, values, length, start = _read(
         cache.metadata,
         cache.storage[group],
-        requests.as_index(layer_in_group),
-        requests.as_index(seq_id),
+        as_index(layer_in_group),
+        as_index(seq_id),
         number=group,
     )
     return (keys, values, length, start) if return_start else (keys, values, length)
@@ -114,7 +113,7 @@ def read_slot(
       (2, 8)
     """
     group, layer_in_group = locate_layer(cache, layer)
-    index = map(requests.as_index, (layer_in_group, block_id, offset))
+    index = map(as_index, (layer_in_group, block_id, offset))
     return _read_slot(cache.storage[group], *index)
 
 

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect
-from jkv.indexing import gather, scatter
 from jkv.metadata import requests
+from jkv.operations import gather, scatter
 from jkv.sharding.storage_sharding import POOL, divided, over_devices
 from jkv.state import NO_SEQUENCE, Batch, BlockStorage, Cache, Metadata, Slots
-from jkv.state.entry import takes_cache
+from jkv.state.entry import check_batch, takes_cache
 from jkv.status import Status
-from jkv.verbs.arguments import check_batch
 from jkv.verbs.branching import truncate
 
 

@@ -7,8 +7,9 @@ import os
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import expect
+from jkv.attention.backend import SlotWrite
 from jkv.attention.choice import find_stores, store
-from jkv.attention.slots import SlotWrite
 from jkv.formats.format import Formats
 from jkv.masks import StepMask
 from jkv.metadata.requests import Integer
@@ -20,11 +21,10 @@ from jkv.sharding.storage_sharding import (
     over_devices,
     with_copies_of_heads,
 )
-from jkv.state import Batch, Cache, GroupLayer, Slots
+from jkv.state import Batch, BlockStorage, Cache, GroupLayer, Slots
 from jkv.state.cache import Role
-from jkv.state.entry import takes_cache
-from jkv.verbs import arguments
-from jkv.verbs.arguments import check_batch
+from jkv.state.entry import any_layer, check_batch, locate_layer, takes_cache
+from jkv.status import UsageError
 
 # An environment variable, read at trace time: "0" stores rows with scatters instead of
 # the kernel on every device.
@@ -84,7 +84,7 @@ def write(
     operands = _Operands(
         arrays=storage.arrays,
         rows=rows,
-        layer=arguments.any_layer(found.layer, batch),
+        layer=any_layer(found.layer, batch),
         slots=batch.slots_of(found.group),
         valid=batch.valid,
     )
@@ -100,10 +100,10 @@ def read_rows(
     values: jax.Array | None,
 ) -> tuple[GroupLayer, dict[str, jax.Array]]:
     """Return the place of a layer, and rows for its arrays, [R, K, D], heads copied."""
-    found = arguments.locate_layer(cache, layer)
-    arguments.check_batch(cache, batch)
+    found = locate_layer(cache, layer)
+    check_batch(cache, batch)
     storage = cache.storage[found.group]
-    arguments.check_dtypes(storage)
+    check_dtypes(storage)
     if (values is None) != (storage.value_pool is None):
         raise ValueError(
             "values must be None, the cache has values_in_keys; omit values"
@@ -112,7 +112,7 @@ def read_rows(
         )
     rows = {"key_pool": keys} | ({} if values is None else {"value_pool": values})
     for name, array in rows.items():
-        arguments.check_rows(storage, batch, name, array)
+        check_rows(storage, batch, name, array)
         rows[name] = with_copies_of_heads(storage.sharding, array, ROW_HEADS)
     return found, rows
 
@@ -224,3 +224,32 @@ def _without_private(batch: Batch, mask: StepMask) -> Batch:
     """
     lengths = jnp.where(mask.is_private, 0, batch.query_lengths)
     return dataclasses.replace(batch, query_lengths=lengths, mask=None)
+
+
+def check_dtypes(storage: BlockStorage) -> None:
+    """Refuse arrays of another dtype than the stored one, as after a cast."""
+    for name, array in storage.arrays.items():
+        kept, part = storage.formats.of(name)
+        expected = kept.arrays(2)[part].dtype
+        if array.dtype != expected:
+            raise UsageError(
+                f"{name} must have dtype {expected} for {kept.dtype.name}, got "
+                f"{array.dtype}; do not cast a cache, create one with "
+                f"CacheConfig(dtype=...)"
+            )
+
+
+def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) -> None:
+    """Refuse keys or values without one row for each row of the batch."""
+    sizes = {
+        "R": batch.num_rows,
+        "K": storage.num_kv_heads,
+        "D": storage.head_dim if name == "key_pool" else storage.value_head_dim,
+    }
+    called, why = name.replace("_pool", "s"), "one row per row of the batch"
+    expect(called, rows, "R K D", sizes, why=why)
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise UsageError(
+            f"{called} must be floating point, got {rows.dtype}; pass "
+            f"{called}.astype(...) to store these numbers"
+        )

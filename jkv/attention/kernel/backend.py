@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jkv.sharding.loops import is_manual, type_alike, unvarying, vary_over, varying_axes
+from jkv.operations import is_manual, type_alike, unvarying, vary_over, varying_axes
 
 Results = TypeVar("Results")
 

@@ -10,17 +10,20 @@ import jax
 
 from jkv.attention.backend import (
     Backend,
+    Call,
     Cotangents,
     DeviceType,
     Gradients,
+    Past,
+    Pools,
+    Requests,
+    SlotWrite,
     StepShape,
     find_gpu,
 )
-from jkv.attention.call import Call, Past, Pools, Requests
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.tiles import tuning
 from jkv.attention.kernel.work import lists
-from jkv.attention.slots import SlotWrite
 
 if TYPE_CHECKING:
     from jkv.attention.kernel.backend import Way

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Call, Requests
+from jkv.attention.backend import Call, Requests
 from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.xla.lanes import (
+from jkv.attention.xla.shared import Tiles, attend_shared, cut_runs, prefixes_of
+from jkv.attention.xla.tiles import (
     MAX_LANES,
     TRIP_BYTES,
     Lanes,
@@ -32,9 +33,7 @@ from jkv.attention.xla.lanes import (
     multiply,
     quotient,
 )
-from jkv.attention.xla.shared import Tiles, attend_shared, cut_runs, prefixes_of
-from jkv.indexing import gather
-from jkv.sharding.loops import fori_loop
+from jkv.operations import fori_loop, gather
 
 # Tokens of a piece of consecutive blocks: longer pieces are quicker to join, shorter
 # ones waste less at the end of a request.

@@ -9,26 +9,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.backend import Cotangents, Gradients, shape_gradients
-from jkv.attention.call import Call
+from jkv.attention.backend import Call, Cotangents, Gradients, shape_gradients
 from jkv.attention.softmax import HIDDEN
-from jkv.attention.xla.lanes import (
+from jkv.attention.xla.tiles import (
     Lanes,
+    RowTiles,
     cap_scores,
+    cut_prompts,
     find_blocks,
+    find_lanes,
+    find_pieces,
     gather_lanes,
     multiply,
     scale_queries,
     set_broken_apart,
 )
-from jkv.attention.xla.tiles import (
-    RowTiles,
-    cut_prompts,
-    find_lanes,
-    find_pieces,
-)
 from jkv.formats.format import multiply_out
-from jkv.sharding.loops import fori_loop
+from jkv.operations import fori_loop
 
 
 class RowOperands(NamedTuple):

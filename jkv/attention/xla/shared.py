@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Call
+from jkv.attention.backend import Call
 from jkv.attention.shared_prefixes import SharedPrefixes
 from jkv.attention.softmax import Sums, join_sums
-from jkv.attention.xla.lanes import Lanes, attend_lanes, divide_up
-from jkv.indexing import gather
-from jkv.sharding.loops import fori_loop, while_loop
+from jkv.attention.xla.tiles import Lanes, attend_lanes, divide_up
+from jkv.operations import fori_loop, gather, while_loop
 
 # The value of `implementation=`, and the key of `Call.plans`.
 NAME = "xla"

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 
+from jkv.decoding.model.drafter import Drafter, check_drafter
 from jkv.decoding.model.steps import GenerationConfig, GenerationFields
-from jkv.decoding.processors.rows import as_logits_processor, with_variants
-from jkv.decoding.sampling.draws import Choice
-from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
-from jkv.decoding.speculation.loop import Speculation
-from jkv.decoding.speculation.options import check_speculation
-from jkv.decoding.texts.prompts import PromptFields, Prompts, Stops
+from jkv.decoding.sampling.draws import GREEDY, Choice, Sampling, check_sampling
+from jkv.decoding.sampling.next_token import as_logits_processor, with_variants
+from jkv.decoding.sequences.prompts import PromptFields, Prompts, Stops
 from jkv.logits_processors import LogitsProcessor
-from jkv.metadata.requests import Texts
+from jkv.metadata.requests import IntegerRows
 from jkv.signatures import set_defaults
 from jkv.state import Cache
 from jkv.status import UsageError
@@ -41,9 +39,9 @@ class DecodingOptions:
       logits_processor: a logits processor (`LogitsProcessor`) that masks tokens; None
         allows all. With `speculate`, a token that it forces becomes a draft token that
         is never rejected.
-      speculate: speculative decoding, by `PromptLookup` or `DraftModel`; None is off.
-        The model must take `all_rows`. With several pools each drafts for its own
-        sequences, and a draft model's cache spans the whole mesh.
+      speculate: a drafter for speculative decoding, such as `PromptLookup` or
+        `DraftModel`; None is off. The model must take `all_rows`. With several pools
+        each drafts for its own sequences.
 
     Example:
       >>> import jkv
@@ -54,13 +52,13 @@ class DecodingOptions:
 
     sampling: Sampling = GREEDY
     logits_processor: LogitsProcessor | None = None
-    speculate: Speculation | None = None
+    speculate: Drafter | None = None
 
     def check(self) -> "DecodingOptions":
         """Check the options; return them with the processor's leaves as arrays."""
         check_sampling(self.sampling)
         if self.speculate is not None:
-            check_speculation(self.speculate)
+            check_drafter(self.speculate)
         return dataclasses.replace(
             self, logits_processor=as_logits_processor(self.logits_processor)
         )
@@ -75,7 +73,7 @@ class DecodingFields(TypedDict, total=False):
 
     sampling: Sampling
     logits_processor: LogitsProcessor | None
-    speculate: Speculation | None
+    speculate: Drafter | None
 
 
 class LoopFields(PromptFields, GenerationFields, DecodingFields, total=False):
@@ -98,7 +96,7 @@ class Arguments(NamedTuple):
     def of(
         cls,
         loop: str,
-        prompts: Texts | Prompts,
+        prompts: IntegerRows | Prompts,
         config: GenerationConfig | None,
         options: DecodingOptions | None,
         fields: Mapping[str, Any],
@@ -134,8 +132,11 @@ class Arguments(NamedTuple):
 def check_names(loop: str, fields: Mapping[str, Any], kind: Any) -> None:
     """Refuse keyword arguments that a `TypedDict` does not have."""
     for name in fields:
-        if name not in kind.__annotations__:
-            raise UsageError(f"{loop}() got an unexpected keyword argument {name!r}")
+        if name in kind.__annotations__:
+            continue
+        if name in LoopFields.__annotations__:
+            raise UsageError(f"{name} is not supported by {loop}(); omit it")
+        raise UsageError(f"{loop}() got an unexpected keyword argument {name!r}")
 
 
 def select(kind: Any, fields: Mapping[str, Any]) -> dict[str, Any]:

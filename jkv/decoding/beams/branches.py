@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.beams.hypotheses import Beams, Hypotheses
-from jkv.decoding.texts import blocks
-from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
-from jkv.decoding.texts.prompts import Prompts
-from jkv.decoding.texts.results import BeamStatistics, FinishReason
-from jkv.metadata.xla_cpu import divide
-from jkv.sharding.loops import when, while_loop
+from jkv.decoding.sequences import blocks
+from jkv.decoding.sequences.blocks import Blocks, BlockSize, Held
+from jkv.decoding.sequences.prompts import Prompts
+from jkv.decoding.sequences.results import BeamStatistics, FinishReason
+from jkv.operations import divide, when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate, free

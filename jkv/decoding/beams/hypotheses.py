@@ -63,12 +63,16 @@ class Beams(NamedTuple):
 
     def choose(self, candidates: "Continuations", length: jax.Array) -> "Beams":
         """Return beams from the K running candidates, with `length` tokens."""
-        return Beams(tokens=self.texts_of(candidates, length), scores=candidates.scores)
+        return Beams(
+            tokens=self.sequences_of(candidates, length), scores=candidates.scores
+        )
 
-    def texts_of(self, candidates: "Continuations", length: jax.Array) -> jax.Array:
+    def sequences_of(self, candidates: "Continuations", length: jax.Array) -> jax.Array:
         """Return the completions of candidates, i32[Q, C, G], with `length` tokens."""
-        texts = jnp.take_along_axis(self.tokens, candidates.parents[:, :, None], axis=1)
-        return texts.at[:, :, length - 1].set(candidates.tokens)
+        sequences = jnp.take_along_axis(
+            self.tokens, candidates.parents[:, :, None], axis=1
+        )
+        return sequences.at[:, :, length - 1].set(candidates.tokens)
 
 
 class Continuations(NamedTuple):
@@ -103,15 +107,15 @@ class Hypotheses(NamedTuple):
         return jnp.all(self.scores > NO_SCORE, axis=1)
 
     def add(
-        self, texts: jax.Array, scores: jax.Array, length: jax.Array
+        self, sequences: jax.Array, scores: jax.Array, length: jax.Array
     ) -> "Hypotheses":
         """Keep the K best of these and new ones of `length` tokens each."""
         lengths = jnp.where(scores > NO_SCORE, length, 0)
-        texts = jnp.where((scores > NO_SCORE)[:, :, None], texts, -1)
+        sequences = jnp.where((scores > NO_SCORE)[:, :, None], sequences, -1)
         kept, best = lax.top_k(
             jnp.concatenate([self.scores, scores], axis=1), self.scores.shape[1]
         )
-        tokens = jnp.concatenate([self.tokens, texts], axis=1)
+        tokens = jnp.concatenate([self.tokens, sequences], axis=1)
         return Hypotheses(
             tokens=jnp.take_along_axis(tokens, best[:, :, None], axis=1),
             lengths=jnp.take_along_axis(
@@ -173,7 +177,7 @@ def keep_ended(
     scores = jnp.where(
         ends, rules.penalise(candidates.scores, length), jnp.float32(NO_SCORE)
     )
-    return hypotheses.add(beams.texts_of(candidates, length), scores, length)
+    return hypotheses.add(beams.sequences_of(candidates, length), scores, length)
 
 
 def may_improve(

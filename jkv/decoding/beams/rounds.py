@@ -27,19 +27,17 @@ from jkv.decoding.beams.hypotheses import (
     rank_continuations,
 )
 from jkv.decoding.model.runner import Chunk, ChunkSizes, Runner, Unread, run_chunks
-from jkv.decoding.processors.rows import (
+from jkv.decoding.sampling.next_token import (
     ProcessorRows,
     all_rows,
     begin_rows,
+    find_first,
     is_nothing_left,
 )
-from jkv.decoding.sampling.next_token import find_first
-from jkv.decoding.texts.blocks import BlockSize, count_cached
-from jkv.decoding.texts.results import FinishReason
-from jkv.indexing import gather
+from jkv.decoding.sequences.blocks import BlockSize, count_cached
+from jkv.decoding.sequences.results import FinishReason
 from jkv.logits_processors import LogitsProcessor
-from jkv.metadata.xla_cpu import divide
-from jkv.sharding.loops import when, while_loop
+from jkv.operations import divide, gather, when, while_loop
 from jkv.state import Cache
 
 Carry = tuple[Cache, SearchState, jax.Array]

@@ -15,14 +15,13 @@ from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import GenerationConfig, Model
-from jkv.decoding.processors.rows import begin_rows
-from jkv.decoding.sampling.next_token import Bounds, judge_prompts
-from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
-from jkv.decoding.texts.prompts import Prompts, Stops, as_stop_tokens
-from jkv.decoding.texts.results import BeamSearch
+from jkv.decoding.sampling.next_token import Bounds, begin_rows, judge_prompts
+from jkv.decoding.sequences.blocks import count_free_blocks, find_block_size
+from jkv.decoding.sequences.prompts import Prompts, Stops, as_stop_tokens
+from jkv.decoding.sequences.results import BeamSearch
 from jkv.logits_processors import LogitsProcessor
-from jkv.metadata.requests import Integers, Texts, check_counts
-from jkv.sharding.loops import while_loop
+from jkv.metadata.requests import IntegerRows, Integers, check_counts
+from jkv.operations import while_loop
 from jkv.signatures import set_defaults
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
@@ -61,7 +60,7 @@ def beam_search(
     model: Model,
     params: Any,
     cache: Cache,
-    prompts: Texts | Prompts,  # i32[B, P]
+    prompts: IntegerRows | Prompts,  # i32[B, P]
     *,
     num_beams: int,
     generation_config: GenerationConfig | None = None,
@@ -130,8 +129,8 @@ def beam_search(
     args = Arguments.of(
         "beam_search", prompts, generation_config, None, fields, SearchFields
     )
-    texts, stops, config, options = args
-    if texts.spans is not None:
+    given, stops, config, options = args
+    if given.spans is not None:
         raise UsageError(
             "spans must be None for beam_search, which computes prompts causally; "
             "sample with generate"
@@ -147,15 +146,15 @@ def beam_search(
             f"num_return must be at most num_beams, got {num_return} and {num_beams}; "
             f"raise num_beams"
         )
-    num_rows = max(texts.lengths.shape[0], min(config.chunk_size, texts.tokens.size))
+    num_rows = max(given.lengths.shape[0], min(config.chunk_size, given.tokens.size))
     size = find_block_size(cache, (num_rows,))
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     runner = Runner(model, params)
-    vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
-    reasons = judge_prompts(texts, bounds, vocabulary, logits_processor, num_rows)
-    state = SearchState.begin(texts, reasons, num_beams, config.max_new_tokens)
+    vocabulary = runner.count_vocabulary(cache, given.lengths.shape[0] * num_beams)
+    reasons = judge_prompts(given, bounds, vocabulary, logits_processor, num_rows)
+    state = SearchState.begin(given, reasons, num_beams, config.max_new_tokens)
     state = dataclasses.replace(
-        state, processor_state=begin_rows(logits_processor, texts, num_beams)
+        state, processor_state=begin_rows(logits_processor, given, num_beams)
     )
     searcher = Searcher(runner, rules, num_rows, vocabulary, size, logits_processor)
     cache, state = while_loop(

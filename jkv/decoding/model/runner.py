@@ -15,20 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import explains_arguments
+from jkv.decoding.model.drafter import Drafter, Follower, SharedLayers
 from jkv.decoding.model.steps import (
     CHUNK_SIZE,
     Exact,
     Model,
     call_model,
-    call_model_for_rows,
 )
-from jkv.decoding.texts.blocks import count_cached
-from jkv.indexing import gather
+from jkv.decoding.sequences.blocks import count_cached
 from jkv.masks import CAUSAL, SpanMask
-from jkv.metadata.lanes import find_owners
 from jkv.metadata.requests import check_counts, saturating_cumsum
-from jkv.metadata.xla_cpu import running_sum
-from jkv.sharding.loops import when, while_loop
+from jkv.operations import find_owners, gather, running_sum, when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.writing import commit
@@ -50,6 +47,7 @@ class Runner(NamedTuple):
     model: Model
     params: Any
     exact: Exact | None = None  # fixed shape of all calls; None: varies
+    drafter: Drafter | None = None  # behind each call of the model; None for none
 
     def run(
         self,
@@ -151,7 +149,7 @@ class Runner(NamedTuple):
         of one trip that carries all inputs of the model leaves nothing to fuse it with.
         """
         if self.exact is None:
-            return call_model(self.model, self.params, tokens, cache, batch)
+            return call_model(self.model, self.params, tokens, cache, batch)[:2]
         batch = self.exact.fix(cache, batch)
         leaves, structure = jax.tree.flatten((tokens, batch))
 
@@ -159,26 +157,80 @@ class Runner(NamedTuple):
             carry: tuple[jax.Array, Cache], *leaves: jax.Array
         ) -> tuple[jax.Array, Cache]:
             tokens, batch = jax.tree.unflatten(structure, leaves)
-            return call_model(self.model, self.params, tokens, carry[1], batch)
+            return call_model(self.model, self.params, tokens, carry[1], batch)[:2]
 
         logits = jax.eval_shape(call, (tokens, cache), *leaves)[0]
         empty = jnp.zeros(logits.shape, logits.dtype)
         return when(jnp.any(batch.query_lengths > 0), call, (empty, cache), *leaves)
 
-    def run_planned(
+    def compute_followed(
         self,
         cache: Cache,  # after the `append` that returned the batch
         batch: Batch,  # the step, of R rows
         tokens: jax.Array,  # i32[R]
-    ) -> tuple[Cache, jax.Array]:
-        """Compute logits of every row of an appended step, f32[R, V]; do not commit."""
-        logits, cache = call_model_for_rows(
-            self.model, self.params, tokens, cache, batch
+        follower: Follower,  # of B requests
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        """Compute an appended step and update the drafter; do not commit.
+
+        Returns:
+          The cache; f32[B, V], the logits of each sequence's last row; and f32[B, A],
+          its auxiliary hidden states.
+        """
+        cache, logits, hidden = self.compute_hidden(cache, batch, tokens)
+        cache = follower.update(cache, batch, tokens, hidden)
+        return cache, logits, follower.read_last(batch, hidden)
+
+    def compute_hidden(
+        self,
+        cache: Cache,  # after the `append` that returned the batch
+        batch: Batch,  # the step, of R rows
+        tokens: jax.Array,  # i32[R]
+        *,
+        all_rows: bool = False,  # logits of every row instead of last rows
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        """Compute an appended step for a drafter; do not commit.
+
+        Returns:
+          The cache, the logits, and f32[R, A], the hidden states of the drafter's
+          auxiliary layers, without columns for none.
+        """
+        assert self.drafter is not None
+        whole, aux_layers = cache.layer_groups, self.drafter.aux_layers
+        # The target's own layers: it may scan over them.
+        layers = SharedLayers.of(cache, self.drafter).target
+        called = call_model(
+            self.model,
+            self.params,
+            tokens,
+            cache.with_layers(layers),
+            batch,
+            all_rows=all_rows,
+            aux_layers=aux_layers,
         )
-        return cache, logits.astype(jnp.float32)
+        hidden = called.hidden
+        if hidden is None:
+            hidden = jnp.zeros((batch.num_rows, 0), jnp.float32)
+        cache = called.cache.with_layers(whole)
+        return cache, called.logits.astype(jnp.float32), hidden
+
+    def count_hidden(self, cache: Cache, num_sequences: int) -> int:
+        """Return A, the width of the hidden states; the model is only traced."""
+        nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
+
+        def probe(cache: Cache) -> jax.Array:
+            tokens = jnp.zeros((num_sequences + 1,), jnp.int32)
+            counts = jnp.zeros_like(nowhere)
+            cache, batch, tokens = self.append(cache, nowhere, tokens, counts)
+            return self.compute_hidden(cache, batch, tokens)[2]
+
+        return int(jax.eval_shape(probe, cache).shape[1])
 
     def count_vocabulary(self, cache: Cache, num_sequences: int) -> int:
         """Return V, from the shape of the logits; the model is only traced."""
+
+        if self.drafter is not None:
+            shared = SharedLayers.of(cache, self.drafter)
+            cache = cache.with_layers(shared.target)
 
         def probe(cache: Cache) -> jax.Array:
             nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
@@ -288,15 +340,15 @@ class Unread(NamedTuple):
 def run_chunk(
     runner: Runner,
     cache: Cache,
-    texts: Unread,
+    unread: Unread,
     done: jax.Array,  # i32[B], tokens in the cache
     counts: jax.Array,  # i32[B], tokens to compute, at most R in total
     num_rows: int,  # R
 ) -> tuple[Cache, Batch, jax.Array]:
     """Compute the next tokens of sequences in one step; returns as `Runner.run`."""
-    seq_ids = jnp.where(counts > 0, texts.seq_ids, NO_SEQUENCE)
-    tokens = texts.find_tokens(*locate_rows(counts, done, num_rows))
-    return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
+    seq_ids = jnp.where(counts > 0, unread.seq_ids, NO_SEQUENCE)
+    tokens = unread.find_tokens(*locate_rows(counts, done, num_rows))
+    return runner.run(cache, seq_ids, tokens, counts, commits=unread.commits)
 
 
 class ChunkSizes(NamedTuple):
@@ -360,7 +412,7 @@ class Chunk(NamedTuple):
 def run_chunks(
     runner: Runner,
     cache: Cache,
-    texts: Unread,
+    unread: Unread,
     carry: Carry,
     sizes: ChunkSizes,
     *,
@@ -370,7 +422,7 @@ def run_chunks(
     """Compute sequences in chunks until all are complete or none gets a block.
 
     Args:
-      texts: B sequences.
+      unread: B sequences.
       carry: updated by `note`.
       sizes: the division of a chunk.
       count_left: returns the remaining tokens, i32[B], from the carry and the cached
@@ -379,9 +431,9 @@ def run_chunks(
     """
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
-        done = count_cached(cache, texts.seq_ids)
+        done = count_cached(cache, unread.seq_ids)
         left = count_left(carry, done)
-        return done, jnp.where(texts.seq_ids >= 0, left, 0)
+        return done, jnp.where(unread.seq_ids >= 0, left, 0)
 
     def trip(
         loop: tuple[Cache, Carry, jax.Array],
@@ -389,10 +441,10 @@ def run_chunks(
         cache, carry, _ = loop
         done, left = find_left(cache, carry)
         counts = end_at_snapshots(
-            cache, done, sizes.share(left), left, texts.divergence
+            cache, done, sizes.share(left), left, unread.divergence
         )
         cache, batch, logits = run_chunk(
-            runner, cache, texts, done, counts, sizes.num_rows
+            runner, cache, unread, done, counts, sizes.num_rows
         )
         is_served = batch.query_lengths > 0
         carry = note(cache, carry, Chunk(logits, batch, is_served & (counts == left)))

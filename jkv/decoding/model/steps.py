@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect
-from jkv.indexing import scatter
 from jkv.metadata.requests import check_counts, check_static
+from jkv.operations import scatter
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.attending import plan_attention
@@ -39,8 +39,11 @@ class Model(Protocol):
 
     Any function or object with this signature works: a plain function over a dict of
     arrays, or one that calls a Flax NNX or Equinox module passed as `params`. It may
-    take more arguments with defaults, such as `all_rows=False` in the examples, which
-    returns the logits of every row, f32[R, V].
+    take more arguments with defaults. Speculative decoding passes `all_rows=True` for
+    the logits of every row, f32[R, V]; drafters that need hidden states pass
+    `aux_layers`, a tuple of layer numbers, and then the model returns a third value,
+    f32[R, A]: the inputs of these layers side by side, of every row. The number of
+    layers stands for the output of the final norm.
     """
 
     def __call__(
@@ -71,62 +74,97 @@ def check_model(model: object, params: object) -> None:
         )
 
 
+class Called(NamedTuple):
+    """Results of a model."""
+
+    logits: jax.Array  # f32[B, V], or f32[R, V] with `all_rows`
+    cache: Cache
+    hidden: jax.Array | None  # f32[R, A], of the auxiliary layers; None for none
+
+
 def call_model(
     model: Model,  # as passed to the loop
     params: Any,
     tokens: jax.Array,  # i32[R]
     cache: Cache,  # after the `append` that returned `batch`
     batch: Batch,
-) -> tuple[jax.Array, Cache]:
-    """Run a model for the logits of last rows; check its results at trace time."""
+    *,
+    all_rows: bool = False,  # logits of every row instead of last rows
+    aux_layers: tuple[int, ...] = (),  # layers to return hidden states of
+) -> Called:
+    """Run a model; check its arguments and results at trace time."""
     check_model(model, params)
-    answer = model(params, tokens, cache, batch)
-    if not (
-        isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Cache)
-    ):
-        said = type(answer).__name__
+    options: dict[str, Any] = {}
+    if all_rows:
+        _check_takes(model, "all_rows", _NEEDS_ROWS)
+        options["all_rows"] = True
+    if aux_layers:
+        _check_takes(model, "aux_layers", _NEEDS_HIDDEN)
+        options["aux_layers"] = aux_layers
+    call: Any = model
+    answer = call(params, tokens, cache, batch, **options)
+    count = 3 if aux_layers else 2
+    is_right = isinstance(answer, tuple) and len(answer) == count
+    if not is_right or not isinstance(answer[1], Cache):
+        found = type(answer).__name__
         if isinstance(answer, tuple):
-            said = f"({', '.join(type(part).__name__ for part in answer)})"
+            found = f"({', '.join(type(part).__name__ for part in answer)})"
+        third = ", hidden) with aux_layers=" if aux_layers else ")"
         raise UsageError(
-            f"the model must return (logits, cache), the cache as its last write "
-            f"returned it, got {said}"
+            f"the model must return (logits, cache{third}, the cache as its last write "
+            f"returned it, got {found}"
         )
-    logits, cache = answer
-    num_sequences = batch.last_rows.shape[0]
-    why = f"a row for each sequence, logits[batch.last_rows] of {batch.num_rows} rows"
-    _expect_logits("logits", logits, "B V", {"B": num_sequences}, why)
-    return logits, cache
+    logits, cache, *rest = answer
+    num_rows = {"R": batch.num_rows}
+    if all_rows:
+        why, name = "a row for each row of the step", "logits with all_rows=True"
+        _expect_floats(name, logits, "R V", num_rows, why)
+    else:
+        sizes = {"B": batch.last_rows.shape[0]}
+        why = (
+            f"a row for each sequence, logits[batch.last_rows] of {batch.num_rows} rows"
+        )
+        _expect_floats("logits", logits, "B V", sizes, why)
+    if not aux_layers:
+        return Called(logits, cache, None)
+    (hidden,) = rest
+    why = "the hidden states of each row, side by side"
+    _expect_floats("hidden states with aux_layers=", hidden, "R A", num_rows, why)
+    if hidden.shape[1] % len(aux_layers):
+        raise UsageError(
+            f"the model's hidden states must be side by side, equally wide for each of "
+            f"aux_layers={aux_layers}, got a width of {hidden.shape[1]}"
+        )
+    return Called(logits, cache, hidden.astype(jnp.float32))
 
 
-def call_model_for_rows(
-    model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
-) -> tuple[jax.Array, Cache]:
-    """Run a model for the logits of every row; refuse one without `all_rows`."""
+_NEEDS_ROWS = (
+    "speculative decoding needs the logits of every row; give the model an argument "
+    "all_rows=False, and return f32[R, V] where it is True"
+)
+_NEEDS_HIDDEN = (
+    "this drafter needs hidden states of the model; give the model an argument "
+    "aux_layers=(), and return (logits, cache, hidden) where it is not empty, hidden "
+    "f32[R, A]: the inputs of these layers side by side"
+)
+
+
+def _check_takes(model: Model, name: str, advice: str) -> None:
+    """Refuse a model without a keyword argument."""
     try:
         parameters = inspect.signature(model).parameters
-        takes = "all_rows" in parameters or any(
-            each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
-        )
     except (TypeError, ValueError):
-        takes = True
-    if not takes:
-        raise UsageError(
-            "speculative decoding needs the logits of every row; give the model an "
-            "argument all_rows=False, and return f32[R, V] where it is True"
-        )
-    rows: Any = model
-    logits, cache = rows(params, tokens, cache, batch, all_rows=True)
-    why = "a row for each row of the step"
-    _expect_logits(
-        "logits with all_rows=True", logits, "R V", {"R": batch.num_rows}, why
-    )
-    return logits, cache
+        return
+    kinds = [each.kind for each in parameters.values()]
+    if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        called = getattr(model, "__name__", type(model).__name__)
+        raise UsageError(f"{advice}; got {called} without it")
 
 
-def _expect_logits(
+def _expect_floats(
     name: str, logits: Any, axes: str, sizes: dict[str, int], why: str
 ) -> None:
-    """Refuse logits of a wrong shape or dtype."""
+    """Refuse a result of a wrong shape or dtype."""
     expect(
         f"the model's {name}", jnp.asarray(logits), axes, sizes, jnp.floating, why=why
     )

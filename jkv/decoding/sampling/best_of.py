@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect, explains_arguments
-from jkv.decoding.texts.results import Generation
+from jkv.decoding.sequences.results import Generation
 
 
 @explains_arguments

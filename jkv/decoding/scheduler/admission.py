@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect
-from jkv.decoding.processors.rows import (
+from jkv.decoding.sampling.next_token import (
     as_logits_processor,
     begin_rows,
     check_processor_presence,
+    find_first,
+    judge_prompts,
     with_variants,
 )
-from jkv.decoding.sampling.next_token import find_first, judge_prompts
 from jkv.decoding.scheduler.queue import (
     Attempt,
     drop_from_queue,
@@ -38,18 +39,16 @@ from jkv.decoding.scheduler.state import (
     GenerationState,
     RetainedPrompt,
     find_oldest,
-    note_texts,
+    note_sequences,
 )
-from jkv.decoding.texts.blocks import Blocks
-from jkv.decoding.texts.prompts import PromptFields, Prompts, find_texts
-from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.decoding.texts.spans import match_spans
-from jkv.indexing import gather, scatter
+from jkv.decoding.sequences.blocks import Blocks
+from jkv.decoding.sequences.prompts import PromptFields, Prompts, find_sequences
+from jkv.decoding.sequences.results import FinishReason, Generation
+from jkv.decoding.sequences.spans import match_spans
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import ring
-from jkv.metadata.lanes import is_first
-from jkv.metadata.requests import Integers, Texts, broadcast
-from jkv.sharding.loops import while_loop
+from jkv.metadata.requests import IntegerRows, Integers, broadcast
+from jkv.operations import gather, is_first, scatter, while_loop
 from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
@@ -62,7 +61,7 @@ def add_prompts(
     cache: Cache,
     state: GenerationState,
     indices: Integers,
-    prompts: Texts | Prompts,
+    prompts: IntegerRows | Prompts,
     *,
     num_samples: Integers | None = None,
     priorities: Integers = 0,
@@ -219,7 +218,7 @@ def admit(
     return cache, state
 
 
-class _Lanes(NamedTuple):
+class Lanes(NamedTuple):
     """At most K places to open in the cache, oldest first."""
 
     places: jax.Array  # i32[K], padded with W
@@ -236,22 +235,27 @@ def _open_seated(
     active = state.active(cache)
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, active, num_lanes, has_states)
-    texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
+    sequences, lengths = find_sequences(state.prompts, state.result, lanes.sequences)
     if state.prompts.spans is not None:
-        texts = state.prompts.spans.cut_before(texts, lanes.prompts)
+        sequences = state.prompts.spans.cut_before(sequences, lanes.prompts)
     salts = gather(state.prompts.salts, lanes.prompts)
     if state.shortening is not None:
         prompt_lengths = gather(state.prompts.lengths, lanes.prompts)
         lengths = state.shortening.peak(prompt_lengths, lengths)
-        texts = state.shortening.findable(texts, prompt_lengths)
-    divergence = cache.metadata.index.find_divergence(cache.metadata, texts, salts)
+        sequences = state.shortening.findable(sequences, prompt_lengths)
+    divergence = cache.metadata.index.find_divergence(cache.metadata, sequences, salts)
+    if state.kept is not None:
+        lengths = state.kept.skip(lanes, lengths)
     cache, opened = allocate(
         cache,
         jnp.where(lanes.leads, lengths, NO_SEQUENCE),
-        tokens=texts,
+        tokens=sequences,
         salts=salts,
         keep_free=attempt.keep_free,
+        recompute_last=state.recomputes_last,
     )
+    if state.kept is not None:
+        state, opened = state.kept.seat(cache, state, lanes, opened)
     seq_ids, retained = opened.seq_ids, state.retained
     if state.num_samples > 1:
         cache, forked, retained = _fork_prompts(cache, state, active, lanes)
@@ -264,7 +268,7 @@ def _open_seated(
 
 def _find_lanes(
     state: GenerationState, active: ActiveSequences, num_lanes: int, has_states: bool
-) -> tuple[_Lanes, jax.Array]:
+) -> tuple[Lanes, jax.Array]:
     """Return the places to open, and bool[], True if there are more than K."""
     places = state.places
     leads = places.is_pending
@@ -273,7 +277,7 @@ def _find_lanes(
         leads, forks = find_pending(state, active, has_states)
     can_open = leads | forks
     lanes = find_oldest(places, can_open, num_lanes)
-    found = _Lanes(
+    found = Lanes(
         places=lanes,
         sequences=gather(places.sequences, lanes),
         prompts=gather(active.prompts, lanes),
@@ -284,7 +288,7 @@ def _find_lanes(
 
 
 def _fork_prompts(
-    cache: Cache, state: GenerationState, active: ActiveSequences, lanes: _Lanes
+    cache: Cache, state: GenerationState, active: ActiveSequences, lanes: Lanes
 ) -> tuple[Cache, jax.Array, RetainedPrompt]:
     """Fork prompts from sequences that have them; the last fork takes the held row.
 
@@ -319,7 +323,7 @@ def _fork_prompts(
 
 def _note_opened(
     state: GenerationState,
-    lanes: _Lanes,
+    lanes: Lanes,
     seq_ids: jax.Array,
     num_cached: jax.Array,
     divergence: jax.Array | None,
@@ -342,13 +346,13 @@ def _note_opened(
             cached_tokens=scatter(result.cached_tokens, begun, num_cached)
         ),
     )
-    return note_texts(state, place)
+    return note_sequences(state, place)
 
 
 def _give_up(
     state: GenerationState,  # before the rows were opened
     attempt: Attempt,  # conditions of the admission
-    lanes: _Lanes,
+    lanes: Lanes,
     status: jax.Array,  # i32[K], status of the leaders' allocation
     seq_ids: jax.Array,  # i32[K], the opened rows
 ) -> GenerationState:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jkv.decoding.texts.prompts import Prompts
-from jkv.decoding.texts.results import Generation, Statistics
-from jkv.metadata.xla_cpu import divide
+from jkv.decoding.sequences.prompts import Prompts
+from jkv.decoding.sequences.results import Generation, Statistics
+from jkv.operations import divide
 from jkv.sharding.storage_sharding import with_rank, without_rank
 from jkv.state import Cache
 from jkv.verbs.lookups import num_free_blocks
@@ -99,5 +99,5 @@ def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
             return jax.lax.psum(mine.astype(jnp.int32), axis).astype(jnp.bool_)
         return jax.lax.psum(mine, axis)
 
-    counts = Statistics(*jax.lax.psum(tuple(result.statistics), axis))
+    counts = Statistics(jax.lax.psum(result.statistics.counts, axis))
     return result.map_sequences(choose)._replace(statistics=counts)

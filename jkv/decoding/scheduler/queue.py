@@ -30,13 +30,19 @@ from jkv.decoding.scheduler.state import (
     find_oldest,
     sort_by_age,
 )
-from jkv.decoding.texts import blocks
-from jkv.decoding.texts.blocks import Blocks
-from jkv.decoding.texts.results import FinishReason
-from jkv.indexing import gather, scatter, scatter_add, scatter_max, scatter_min
+from jkv.decoding.sequences import blocks
+from jkv.decoding.sequences.blocks import Blocks
+from jkv.decoding.sequences.results import FinishReason
 from jkv.metadata import ring
-from jkv.metadata.xla_cpu import running_sum
-from jkv.sharding.loops import when
+from jkv.operations import (
+    gather,
+    running_sum,
+    scatter,
+    scatter_add,
+    scatter_max,
+    scatter_min,
+    when,
+)
 from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.verbs.branching import fork
 
@@ -196,18 +202,20 @@ def _find_candidates(
     ended = gather(state.result.reasons, sequences) != FinishReason.RUNNING
     prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
     prompt_lengths = gather(state.prompts.lengths, prompt)
-    text_lengths = prompt_lengths + gather(state.result.lengths, sequences)
-    whole_lengths = text_lengths
+    sequence_lengths = prompt_lengths + gather(state.result.lengths, sequences)
+    whole_lengths = sequence_lengths
     if (shortening := state.shortening) is not None:
-        whole_lengths = shortening.peak(prompt_lengths, text_lengths)
-        text_lengths = shortening.slots(prompt_lengths, text_lengths)
+        whole_lengths = shortening.peak(prompt_lengths, sequence_lengths)
+        sequence_lengths = shortening.slots(prompt_lengths, sequence_lengths)
         prompt_lengths = shortening.shared(prompt_lengths)
     costs, leads = blocks.of_tokens(whole_lengths, size), jnp.ones_like(ended)
+    if state.kept is not None:
+        costs = state.kept.costs(cache, sequences, whole_lengths, size)
     if state.num_samples > 1:
         # The first sample computes the prompt, unless the retained prompt has it.
         is_first = _is_first_sample(state, active, prompt, ended)
         is_held = state.retained.holds(prompt)
-        beside = blocks.beside_prompt(prompt_lengths, text_lengths, size)
+        beside = blocks.beside_prompt(prompt_lengths, sequence_lengths, size)
         held = blocks.subtract(costs, blocks.of_tokens(prompt_lengths, size))
         leads = is_first & ~is_held
         costs = tuple(
@@ -303,22 +311,30 @@ def has_more_samples(state: GenerationState, active: ActiveSequences) -> jax.Arr
     return state.num_unfinished > seated
 
 
-def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
-    """Fork a newly computed prompt if samples without a place wait for it."""
-    if not cache.metadata.has_states or state.num_samples == 1:
-        return cache, state
-    places, active, retained = state.places, state.active(cache), state.retained
+def find_unheld(cache: Cache, state: GenerationState) -> jax.Array:
+    """Return places with a new prompt that samples without a place need, bool[W]."""
+    places, retained, active = state.places, state.retained, state.active(cache)
     is_whole = places.is_cached & places.is_running
     is_whole &= active.done == active.prompt_lengths
     wanted = is_whole & gather(has_more_samples(state, active), active.prompts)
-    wanted &= retained.seq_id < 0
+    return wanted & (retained.seq_id < 0)
+
+
+def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Fork a newly computed prompt if samples without a place wait for it.
+
+    Keys and values of a prompt are shared anyway; recurrent states are not.
+    """
+    places, wanted = state.places, find_unheld(cache, state)
 
     def hold(carry: tuple[Cache, RetainedPrompt]) -> tuple[Cache, RetainedPrompt]:
         cache, _ = carry
         place = find_oldest(places, wanted, 1)
         parent = gather(places.seq_ids, place, fill=NO_SEQUENCE)
         cache, forked = fork(cache, parent)
-        return cache, RetainedPrompt(forked.seq_ids[0], active.prompts[place[0]])
+        prompt = state.active(cache).prompts[place[0]]
+        return cache, RetainedPrompt(forked.seq_ids[0], prompt)
 
-    cache, retained = when(jnp.any(wanted), hold, (cache, retained))
+    held = cache, state.retained
+    cache, retained = when(jnp.any(wanted), hold, held)
     return cache, dataclasses.replace(state, retained=retained)

@@ -7,7 +7,6 @@ Symbols: K lanes, Q prompts, W places.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,19 @@ from jkv.decoding.scheduler.state import (
     find_chosen,
     find_oldest,
     find_youngest_running,
-    note_texts,
-    unseat_youngest,
+    note_sequences,
+    sort_by_age,
     vacate,
 )
-from jkv.decoding.texts.blocks import Blocks, count_free_blocks, reach, subtract, total
-from jkv.decoding.texts.results import FinishReason
-from jkv.indexing import gather, scatter
-from jkv.sharding.loops import when, while_loop
+from jkv.decoding.sequences.blocks import (
+    Blocks,
+    count_free_blocks,
+    reach,
+    subtract,
+    total,
+)
+from jkv.decoding.sequences.results import FinishReason
+from jkv.operations import gather, scatter, when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
@@ -36,41 +40,106 @@ from jkv.verbs.allocation import free
 from jkv.verbs.branching import truncate
 
 
-def release_ended(
-    cache: Cache, state: GenerationState
-) -> tuple[Cache, GenerationState]:
-    """Free finished sequences and empty their places."""
-    Carry = tuple[Cache, GenerationState]
+def find_ended(state: GenerationState) -> tuple[jax.Array, jax.Array]:
+    """Return the places of finished sequences, bool[W].
 
-    def release(carry: Carry) -> Carry:
-        cache, state = carry
-        gives = jnp.zeros_like(ended)
-        if state.num_samples > 1:
-            cache, state, gives = _hand_over(cache, state, ended)
-        seq_ids = jnp.where(ended & ~gives, state.places.seq_ids, NO_SEQUENCE)
-        held = state.retained.seq_id
-        unwanted = jnp.where(is_unwanted, held, NO_SEQUENCE)
-        kept = jnp.where(is_unwanted, NO_SEQUENCE, held)
-        cache = _free_all(cache, jnp.concatenate([seq_ids, unwanted[None]]))
-        return cache, dataclasses.replace(
-            state,
-            places=vacate(state.places, ended),
-            retained=state.retained._replace(seq_id=kept),
-            seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
-        )
-
-    # In most steps no sequence finishes.
+    Return also bool[], True if all samples of the held prompt have finished.
+    """
     places = state.places
     ended = places.is_started & ~gather(state.is_running, places.sequences)
-    is_unwanted = _is_holder_unwanted(state)
-    return when(jnp.any(ended) | is_unwanted, release, (cache, state))
+    return ended, _is_holder_unwanted(state)
+
+
+def release_and_preempt(
+    cache: Cache, state: GenerationState, demand: Blocks
+) -> tuple[Cache, GenerationState, Blocks]:
+    """Free finished sequences, and preempt the youngest until blocks suffice.
+
+    Kept rows and a held prompt are freed first, and at least one sequence keeps
+    running. `demand` are the blocks that each running sequence still needs, i32[W] per
+    group. Return also the free blocks promised to no sequence, i32[] per group.
+    """
+    ended, is_unwanted = find_ended(state)
+    gives = jnp.zeros_like(ended)
+    if state.kept is not None:
+        state, gives = state.kept.keep(cache, state, ended)
+    if state.num_samples > 1:
+        cache, state, gives = _hand_over(cache, state, ended)
+        demand = state.demand(cache, state.active(cache))
+    places, held = state.places, state.retained.seq_id
+    demand = tuple(jnp.where(ended, 0, needs) for needs in demand)
+    changed = jnp.any(ended) | is_unwanted
+    state = dataclasses.replace(state, places=vacate(places, ended))
+
+    # The held prompt follows the places, and kept rows follow the prompt.
+    seq_ids = jnp.append(places.seq_ids, held)
+    leaves = jnp.append(ended & ~gives & places.is_cached, is_unwanted)
+    if state.kept is not None:
+        seq_ids, leaves = state.kept.follow(seq_ids, leaves)
+    num_lanes = min(LANES, places.num_places + 1)
+    before = state.places.num_running
+    Carry = tuple[Cache, GenerationState, jax.Array, Blocks]
+
+    def goes_on(carry: Carry) -> jax.Array:
+        cache, state, leaves, promised = carry
+        can_give = (state.retained.seq_id >= 0) | (state.places.num_running > 1)
+        lacks_blocks = can_give & ~reach(count_free_blocks(cache), promised)
+        if state.kept is not None:
+            lacks_blocks |= state.kept.must_leave(cache, state, promised)
+        return jnp.any(leaves) | lacks_blocks
+
+    def trip(carry: Carry) -> Carry:
+        cache, state, leaves, promised = carry
+        preempts = ~jnp.any(leaves)
+        is_held = state.retained.seq_id >= 0
+        youngest = find_youngest_running(state.places)
+        victim = jnp.where(is_held, state.places.num_places, youngest)
+        if state.kept is not None:
+            victim, is_held = state.kept.prefer(state, victim, is_held)
+        leaves = scatter(leaves, jnp.where(preempts, victim, len(leaves)), True)
+        lanes = find_chosen(leaves, num_lanes)
+        cache, _ = free(cache, gather(seq_ids, lanes, fill=NO_SEQUENCE))
+        state = _leave_places(state, lanes)
+        preempts &= ~is_held
+        # A sequence that waited for its prompt has computed nothing.
+        counts = preempts & (gather(seq_ids, victim) >= 0)
+        running = state.places.num_running - preempts.astype(jnp.int32)
+        state = dataclasses.replace(
+            state,
+            places=state.places._replace(num_running=running),
+            result=state.result.add_counts(preemptions=counts.astype(jnp.int32)),
+        )
+        given = (jnp.where(preempts, gather(need, victim), 0) for need in demand)
+        promised = subtract(promised, tuple(given))
+        return cache, state, scatter(leaves, lanes, False), promised
+
+    cache, state, _, promised = while_loop(
+        goes_on, trip, (cache, state, leaves, total(demand))
+    )
+    changed |= state.places.num_running < before
+    needs = tuple(jnp.where(changed, 0, n) for n in state.seating_needs)
+    state = dataclasses.replace(state, seating_needs=needs)
+    return cache, state, subtract(count_free_blocks(cache), promised)
+
+
+def _leave_places(state: GenerationState, lanes: jax.Array) -> GenerationState:
+    """Forget the cache rows of places, i32[K]; W is the held prompt, then come kept."""
+    places, retained = state.places, state.retained
+    is_freed = jnp.any(lanes == places.num_places)
+    held = jnp.where(is_freed, NO_SEQUENCE, retained.seq_id)
+    seq_ids = scatter(places.seq_ids, lanes, NO_SEQUENCE)
+    return dataclasses.replace(
+        state,
+        places=places._replace(seq_ids=seq_ids),
+        retained=retained._replace(seq_id=held),
+        kept=state.kept and state.kept.leave(lanes - places.num_places - 1),
+    )
 
 
 def leave_ended(state: GenerationState) -> GenerationState:
     """Empty the places of finished sequences, which stay in the cache."""
-    places = state.places
-    ended = places.is_started & ~gather(state.is_running, places.sequences)
-    places = when(jnp.any(ended), vacate, places, ended)
+    ended, _ = find_ended(state)
+    places = when(jnp.any(ended), vacate, state.places, ended)
     return dataclasses.replace(state, places=places)
 
 
@@ -113,24 +182,9 @@ def cancel(
         state.result.reasons,
     )
     state = dataclasses.replace(state, result=state.result._replace(reasons=reasons))
-    return release_ended(cache, state)
-
-
-def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
-    """Free sequences, i32[P], a few per trip, as few places finish at a time."""
-    num_lanes = min(LANES, seq_ids.shape[0])
-    Carry = tuple[Cache, jax.Array]
-
-    def trip(carry: Carry) -> Carry:
-        cache, left = carry
-        chosen = find_chosen(left, num_lanes)
-        lanes = gather(seq_ids, chosen, fill=NO_SEQUENCE)
-        cache, _ = free(cache, lanes)
-        return cache, scatter(left, chosen, False)
-
-    left = seq_ids != NO_SEQUENCE
-    cache, _ = while_loop(lambda carry: jnp.any(carry[1]), trip, (cache, left))
-    return cache
+    nothing = tuple(jnp.zeros_like(state.places.ages) for _ in state.seating_needs)
+    cache, state, _ = release_and_preempt(cache, state, nothing)
+    return cache, state
 
 
 def _hand_over(
@@ -183,7 +237,7 @@ def _receive(
             prompt=jnp.where(is_held, prompt, retained.prompt),
         ),
     )
-    return note_texts(state, place[None])
+    return note_sequences(state, place[None])
 
 
 def _is_holder_unwanted(state: GenerationState) -> jax.Array:
@@ -193,38 +247,6 @@ def _is_holder_unwanted(state: GenerationState) -> jax.Array:
     sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
     samples = state.retained.prompt * state.num_samples + sample_index
     return (state.retained.seq_id >= 0) & ~jnp.any(gather(state.is_running, samples))
-
-
-# The blocks still promised are i32[] for each group.
-Carry = tuple[Cache, GenerationState, Blocks]
-
-
-def preempt_youngest(
-    cache: Cache, state: GenerationState
-) -> tuple[Cache, GenerationState, Blocks]:
-    """Preempt the youngest sequences until the free blocks cover the demand.
-
-    A held prompt is freed first, and at least one sequence keeps running.
-
-    Returns:
-      The cache, the state, and free blocks promised to no sequence, i32[] per group.
-    """
-    demand = state.demand(cache, state.active(cache))
-
-    def lacks_blocks(carry: Carry) -> jax.Array:
-        cache, state, promised = carry
-        can_give = (state.retained.seq_id >= 0) | (state.places.num_running > 1)
-        return can_give & ~reach(count_free_blocks(cache), promised)
-
-    before = state.places.num_running
-    take_back = functools.partial(_take_back, demand)
-    cache, state, promised = while_loop(
-        lacks_blocks, take_back, (cache, state, total(demand))
-    )
-    is_same = state.places.num_running == before
-    needs = tuple(jnp.where(is_same, n, 0) for n in state.seating_needs)
-    state = dataclasses.replace(state, seating_needs=needs)
-    return cache, state, subtract(count_free_blocks(cache), promised)
 
 
 @takes_cache()
@@ -256,44 +278,23 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
       >>> state.result.tokens.tolist()
       [[6, 8, 10], [41, 43, 45]]
     """
-    nothing = tuple(jnp.zeros_like(state.places.ages) for _ in state.seating_needs)
-
-    def goes_on(carry: Carry) -> jax.Array:
-        state = carry[1]
-        return (state.retained.seq_id >= 0) | (state.places.num_running > 0)
-
-    cache, state, needs = while_loop(
-        goes_on, functools.partial(_take_back, nothing), (cache, state, total(nothing))
+    places, retained = state.places, state.retained
+    # The blocks of the youngest are evicted first.
+    youngest_first = jnp.flip(sort_by_age(places))
+    seq_ids = jnp.where(places.is_running, places.seq_ids, NO_SEQUENCE)
+    num_preempted = jnp.sum(seq_ids >= 0, dtype=jnp.int32)
+    order = jnp.append(retained.seq_id, gather(seq_ids, youngest_first))
+    cache, _ = free(cache, order)
+    places = places._replace(
+        seq_ids=jnp.where(places.is_running, NO_SEQUENCE, places.seq_ids),
+        num_running=jnp.zeros((), jnp.int32),
     )
     all_sequences = jnp.arange(state.result.lengths.shape[0], dtype=jnp.int32)
     return cache, dataclasses.replace(
         state,
-        seating_needs=needs,
+        places=places,
+        retained=RetainedPrompt.none(),
+        result=state.result.add_counts(preemptions=num_preempted),
+        seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in state.seating_needs),
         speculation=state.speculation and state.speculation.forget(all_sequences),
     )
-
-
-def _take_back(demand: Blocks, carry: Carry) -> Carry:
-    """Free the held prompt, or else the youngest sequence, and subtract its demand."""
-    cache, state, promised = carry
-    is_held = state.retained.seq_id >= 0
-    youngest = find_youngest_running(state.places)
-    seq_id = jnp.where(
-        is_held, state.retained.seq_id, gather(state.places.seq_ids, youngest)
-    )
-    cache, _ = free(cache, seq_id[None])
-    places = jax.tree.map(
-        lambda kept, new: jnp.where(is_held, kept, new),
-        state.places,
-        unseat_youngest(state.places),
-    )
-    # A sequence that waited for its prompt has computed nothing.
-    counts = ~is_held & (seq_id >= 0)
-    state = dataclasses.replace(
-        state,
-        places=places,
-        retained=state.retained._replace(seq_id=jnp.int32(NO_SEQUENCE)),
-        result=state.result.add_counts(preemptions=counts.astype(jnp.int32)),
-    )
-    given = tuple(jnp.where(is_held, 0, gather(blocks, youngest)) for blocks in demand)
-    return cache, state, subtract(promised, given)

@@ -4,7 +4,7 @@ With a press each prompt is pruned to a budget of tokens once it is computed, an
 samples fork from the result. With `Roll` a sequence that fills the longest context
 drops its oldest tokens after the first ones, and goes on.
 
-Lengths of prompts and texts count all tokens; *slots* count the cached ones. A
+Lengths of prompts and sequences count all tokens; *slots* count the cached ones. A
 preempted sequence is computed again from its tokens: it drops the same ones at the same
 lengths.
 
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.steps import GenerationConfig, Roll
-from jkv.decoding.texts.blocks import count_cached
-from jkv.indexing import gather
+from jkv.decoding.sequences.blocks import count_cached
+from jkv.operations import gather, when, while_loop
 from jkv.press import Press, top_tokens
-from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache, GroupLayer
 from jkv.status import UsageError
+from jkv.verbs.observing import read_queries
 from jkv.verbs.pruning import prune
 from jkv.verbs.reading import read
 
@@ -34,6 +34,7 @@ class Shortening(NamedTuple):
     budget: int  # tokens of a pressed prompt; 0 without a press
     roll: Roll | None
     most: int  # slots of a sequence
+    observed: int = 0  # queries that a rule gets
 
     @classmethod
     def of(cls, cache: Cache, config: GenerationConfig) -> Self:
@@ -50,7 +51,9 @@ class Shortening(NamedTuple):
                 "press is not supported with exact=, as scores have no fixed shape; "
                 "omit one of them"
             )
-        found = cls(press, budget or 0, roll, cache.max_context_length)
+        groups = cache.metadata.block_groups
+        observed = max(each.observed.width for each in groups) if press else 0
+        found = cls(press, budget or 0, roll, cache.max_context_length, observed)
         if roll is not None:
             found._check_roll(cache, roll, config.num_samples)
         elif found.budget < (fewest := _count_visible(cache)):
@@ -79,23 +82,25 @@ class Shortening(NamedTuple):
                 f"stay whole; omit one of them"
             )
 
-    def slots(self, prompt_lengths: jax.Array, text_lengths: jax.Array) -> jax.Array:
-        """Return the slots of texts at their ends, i32[...]."""
+    def slots(
+        self, prompt_lengths: jax.Array, sequence_lengths: jax.Array
+    ) -> jax.Array:
+        """Return the slots of sequences at their ends, i32[...]."""
         if self.roll is not None:
-            return jnp.minimum(text_lengths, self.most)
-        cut = jnp.where(text_lengths > prompt_lengths, self._cut(prompt_lengths), 0)
-        return text_lengths - cut
+            return jnp.minimum(sequence_lengths, self.most)
+        cut = jnp.where(sequence_lengths > prompt_lengths, self._cut(prompt_lengths), 0)
+        return sequence_lengths - cut
 
     def bound(self, slots: jax.Array) -> jax.Array:
         """Return slots, i32[...], at most those of the longest context."""
         return slots if self.roll is None else jnp.minimum(slots, self.most)
 
-    def peak(self, prompt_lengths: jax.Array, text_lengths: jax.Array) -> jax.Array:
-        """Return the most slots of texts while they are computed, i32[...]."""
-        slots = self.slots(prompt_lengths, text_lengths)
+    def peak(self, prompt_lengths: jax.Array, sequence_lengths: jax.Array) -> jax.Array:
+        """Return the most slots of sequences while they are computed, i32[...]."""
+        slots = self.slots(prompt_lengths, sequence_lengths)
         if self.roll is not None:
             return slots
-        return jnp.maximum(slots, jnp.minimum(prompt_lengths, text_lengths))
+        return jnp.maximum(slots, jnp.minimum(prompt_lengths, sequence_lengths))
 
     def shared(self, prompt_lengths: jax.Array) -> jax.Array:
         """Return the slots of computed prompts, from which samples fork, i32[...]."""
@@ -107,12 +112,17 @@ class Shortening(NamedTuple):
             return 0
         return jnp.maximum(prompt_lengths - self.budget, 0)
 
-    def findable(self, texts: jax.Array, prompt_lengths: jax.Array) -> jax.Array:
-        """Return texts, i32[B, X], to look up as prefixes: pressed ones as prompts."""
+    def findable(self, sequences: jax.Array, prompt_lengths: jax.Array) -> jax.Array:
+        """Return prefixes to look up, i32[B, X]; of a pressed sequence its prompt.
+
+        Without the observed tokens, but one: the last token never hits.
+        """
         if self.press is None:
-            return texts
-        position = jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
-        return jnp.where(position < prompt_lengths[:, None], texts, -1)
+            return sequences
+        if self.observed:
+            prompt_lengths = prompt_lengths - (self.observed - 1)
+        position = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
+        return jnp.where(position < prompt_lengths[:, None], sequences, -1)
 
     def limit(
         self,
@@ -171,7 +181,7 @@ class Shortening(NamedTuple):
 def choose_tokens(
     cache: Cache, press: Press, seq_id: jax.Array, num_kept: int
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Return the best tokens of one sequence by a rule of keys and values.
+    """Return the best tokens of one sequence by a rule, given its observed queries.
 
     A tuple as `prune` takes it, i32[1, L, K, C] for each group without a window; i32[1,
     C] of the newest tokens if all have windows.
@@ -185,7 +195,8 @@ def choose_tokens(
         def choose(layer: jax.Array, number: int = number) -> jax.Array:
             keys, values, _ = read(cache, GroupLayer(number, layer), seq_id)
             keys, values = (x.astype(jnp.float32)[None] for x in (keys, values))
-            scores = press.scores(keys, values, None, length)
+            queries = _read_queries(cache, GroupLayer(number, layer), seq_id)
+            scores = press.scores(keys, values, queries, length)
             return top_tokens(scores, num_kept, length, num_kept)[0]
 
         layers = jnp.arange(len(cache.layers_of(number)), dtype=jnp.int32)
@@ -194,6 +205,15 @@ def choose_tokens(
         rank = jnp.arange(num_kept, dtype=jnp.int32)[None]
         return length[:, None] - num_kept + rank
     return tuple(found)
+
+
+def _read_queries(
+    cache: Cache, layer: GroupLayer, seq_id: jax.Array
+) -> jax.Array | None:
+    """Return the newest queries of a sequence, f32[1, W, H, D]; None without any."""
+    if not cache.metadata.groups[layer.group].observed.width:
+        return None
+    return read_queries(cache, layer, seq_id).queries
 
 
 def _count_visible(cache: Cache) -> int:

@@ -9,22 +9,21 @@ Symbols: N sequences, Q prompts, W places, V vocabulary size, K lanes.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.steps import Exact
-from jkv.decoding.processors.rows import ProcessorRows, rows_of
-from jkv.decoding.sampling.next_token import Bounds, Progress
-from jkv.decoding.texts import blocks
-from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
-from jkv.decoding.texts.prompts import Prompts, Stops, find_texts, find_tokens
-from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.indexing import gather, scatter
+from jkv.decoding.sampling.next_token import Bounds, ProcessorRows, Progress, rows_of
+from jkv.decoding.scheduler.kept_rows import KeptRows
+from jkv.decoding.sequences import blocks
+from jkv.decoding.sequences.blocks import Blocks, BlockSize, Held
+from jkv.decoding.sequences.prompts import Prompts, Stops, find_sequences, find_tokens
+from jkv.decoding.sequences.results import FinishReason, Generation
 from jkv.logits_processors import LogitsProcessor
 from jkv.masks import SpanMask
-from jkv.metadata.xla_cpu import running_sum
+from jkv.operations import gather, running_sum, scatter
 from jkv.state import NO_SEQUENCE, Cache, Ring
 
 # Most sequences opened or freed in one trip of a loop. A trip costs all of its
@@ -127,15 +126,6 @@ def find_youngest_running(places: Places) -> jax.Array:
     return jnp.where(places.num_running > 0, youngest, places.num_places)
 
 
-def unseat_youngest(places: Places) -> Places:
-    """Preempt the youngest running sequence; the caller has freed its cache row."""
-    youngest = find_youngest_running(places)
-    return places._replace(
-        seq_ids=scatter(places.seq_ids, youngest, NO_SEQUENCE),
-        num_running=jnp.maximum(places.num_running - 1, 0),
-    )
-
-
 def vacate(places: Places, ended: jax.Array) -> Places:
     """Empty the places of finished sequences, bool[W]; keep the order of the others."""
     ended = ended & places.is_started
@@ -178,21 +168,21 @@ class ActiveSequences(NamedTuple):
 
     prompts: jax.Array  # i32[W], its prompt
     prompt_lengths: jax.Array  # i32[W], tokens of the prompt
-    text_lengths: jax.Array  # i32[W], prompt and generated tokens
+    sequence_lengths: jax.Array  # i32[W], prompt and generated tokens
     done: jax.Array  # i32[W], computed tokens, 0 without a row
     slots: jax.Array  # i32[W], cached ones: all of them unless some were dropped
     held: Held  # blocks held by the sequence, i32[W]
 
     def count_left(self, places: Places) -> jax.Array:
         """Return the tokens still to compute, i32[W]; 0 for sequences without a row."""
-        return jnp.where(places.is_cached, self.text_lengths - self.done, 0)
+        return jnp.where(places.is_cached, self.sequence_lengths - self.done, 0)
 
     @property
     def slots_at_end(self) -> jax.Array:
         """Slots of each sequence with all of its tokens, i32[W]."""
         if self.slots is self.done:
-            return self.text_lengths
-        return self.text_lengths - (self.done - self.slots)
+            return self.sequence_lengths
+        return self.sequence_lengths - (self.done - self.slots)
 
     @property
     def has_prompt(self) -> jax.Array:
@@ -228,6 +218,14 @@ class GenerationState:
     before: jax.Array | None = None
     # i32[N], cached tokens that each such sequence can still get; None likewise.
     room: jax.Array | None = None
+    # i32[N, 2], the last cached tokens of such sequences, which may be computed again;
+    # None if they are not.
+    recalled: jax.Array | None = None
+    # A sequence without hidden states computes its last cached token again, for a
+    # drafter; static.
+    recomputes_last: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Cache rows without a place; None without a host that parks rolled sequences.
+    kept: KeptRows | None = None
     # How sequences drop tokens, a `Shortening`; static.
     shortening: Any = dataclasses.field(default=None, metadata={"static": True})
     # Row counts of a step, ascending; static, as each compiles a program of its own.
@@ -259,6 +257,11 @@ class GenerationState:
         by_prompt = self.is_running.reshape(-1, self.num_samples)
         return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)
 
+    def keeping_rows(self) -> Self:
+        """Return the state for a host that parks rolled sequences."""
+        kept = KeptRows.none(self.result.lengths.shape[0])
+        return dataclasses.replace(self, kept=kept)
+
     def rows_of(self, logits_processor: LogitsProcessor | None) -> ProcessorRows | None:
         """Return the logits processor's rows of the W places, None without one."""
         return rows_of(
@@ -274,9 +277,15 @@ class GenerationState:
         return self._tokens_of(self.places.sequences, active.done)
 
     def _tokens_of(self, sequences: jax.Array, positions: jax.Array) -> jax.Array:
-        if self.before is not None:
-            positions = positions - gather(self.before, sequences)
-        return find_tokens(self.prompts, self.result, sequences, positions)
+        if self.before is None:
+            return find_tokens(self.prompts, self.result, sequences, positions)
+        positions = positions - gather(self.before, sequences)
+        found = find_tokens(self.prompts, self.result, sequences, positions)
+        if self.recalled is None:
+            return found
+        back = jnp.maximum(positions + self.recalled.shape[1], 0)
+        earlier = gather(self.recalled, (sequences, back))
+        return jnp.where(positions < 0, earlier, found)
 
     def count_least(self, active: ActiveSequences) -> jax.Array:
         """Return the least rows that each place can use, i32[W], with spans."""
@@ -341,7 +350,8 @@ class GenerationState:
         return ActiveSequences(
             prompts=prompt,
             prompt_lengths=prompt_lengths,
-            text_lengths=prompt_lengths + gather(self.result.lengths, places.sequences),
+            sequence_lengths=prompt_lengths
+            + gather(self.result.lengths, places.sequences),
             done=blocks.count_positions(cache, places.seq_ids, slots),
             slots=slots,
             held=Held.of(cache, places.seq_ids),
@@ -353,24 +363,24 @@ class GenerationState:
         A sample without a row counts only its blocks beside the shared prompt.
         """
         places, size = self.places, self.block_size(cache)
-        prompts, texts = active.prompt_lengths, active.text_lengths
+        prompts, lengths = active.prompt_lengths, active.sequence_lengths
         slots = active.slots_at_end
         if self.shortening is not None:
             slots = self.shortening.bound(slots)
-            texts = self.shortening.slots(prompts, texts)
+            lengths = self.shortening.slots(prompts, lengths)
             prompts = self.shortening.shared(prompts)
-        own = blocks.beside_prompt(prompts, texts, size)
+        own = blocks.beside_prompt(prompts, lengths, size)
         more = blocks.to_take(slots, active.held, size)
         pairs = zip(more, own, strict=True)
         needs = [jnp.where(places.is_cached, *each) for each in pairs]
         return tuple(jnp.where(places.is_running, need, 0) for need in needs)
 
 
-def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:
+def note_sequences(state: GenerationState, lanes: jax.Array) -> GenerationState:
     """Record the tokens of the sequences in places `lanes`, i32[K]; W for none."""
     sequences = gather(state.places.sequences, lanes)
-    texts, _ = find_texts(state.prompts, state.result, sequences)
-    token = jnp.where(texts < 0, state.seen.shape[1], texts)
+    tokens, _ = find_sequences(state.prompts, state.result, sequences)
+    token = jnp.where(tokens < 0, state.seen.shape[1], tokens)
     seen = scatter(state.seen, lanes, False)
     seen = scatter(seen, (lanes[:, None], token), True)
     return dataclasses.replace(state, seen=seen)

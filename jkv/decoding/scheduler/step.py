@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.drafter import Follower
 from jkv.decoding.model.runner import (
     Runner,
     choose_size,
@@ -25,17 +26,23 @@ from jkv.decoding.model.runner import (
 from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.scheduler.admission import admit
-from jkv.decoding.scheduler.queue import hold_prompt
+from jkv.decoding.scheduler.hidden import HiddenRows, follow
+from jkv.decoding.scheduler.queue import find_unheld, hold_prompt, may_seat
 from jkv.decoding.scheduler.release import (
+    find_ended,
     leave_ended,
-    preempt_youngest,
-    release_ended,
+    release_and_preempt,
 )
 from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
-from jkv.decoding.texts.blocks import count_used_blocks
-from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.indexing import gather, scatter
-from jkv.sharding.loops import when, while_loop
+from jkv.decoding.sequences.blocks import (
+    count_free_blocks,
+    count_used_blocks,
+    reach,
+    subtract,
+    total,
+)
+from jkv.decoding.sequences.results import FinishReason, Generation
+from jkv.operations import gather, scatter, when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.attending import plan_attention
@@ -48,6 +55,8 @@ class Computed(NamedTuple):
     logits: jax.Array  # f32[W, V], after the place's last row; arbitrary without a row
     status: jax.Array  # i32[W], status of the append
     num_rows: jax.Array  # i32[W], rows computed
+    # f32[W, A], auxiliary hidden states of each place's last row; None without.
+    hidden: jax.Array | None
 
 
 def advance(
@@ -56,34 +65,39 @@ def advance(
     state: GenerationState,
     choice: Choice,  # of N sequences
     logits: jax.Array,  # f32[W, V], of the last step; the buffer is reused
-) -> tuple[Cache, GenerationState, jax.Array]:
+    hidden: HiddenRows | None = None,  # for a drafter with auxiliary layers
+) -> tuple[Cache, GenerationState, jax.Array, HiddenRows | None]:
     """Compute the rows of a step and choose a token for each complete sequence."""
     if state.shortening is not None:
         cache, state = _make_room(cache, state)
     active, places = state.active(cache), state.places
     left, has_spans = active.count_left(places), state.prompts.spans is not None
     least = state.count_least(active) if has_spans else None
-    counts = when(
-        jnp.any(left > 1),
-        lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
-        left,
-    )
+    counts = share_rows(left, places.ages, state.row_counts[-1], least)
     shorter = end_at_snapshots(cache, active.done, counts, left, state.divergence)
     counts = state.end_at_spans(active, shorter, counts) if has_spans else shorter
     if state.shortening is not None:
         counts = state.shortening.limit(
             counts, active.done, active.prompt_lengths, active.slots
         )
-    cache, computed = _compute_rows(runner, cache, state, active, counts, logits)
+    follower = None
+    if runner.drafter is not None:
+        follower = follow(runner.drafter, hidden, state, active)
+    cache, computed = _compute_rows(
+        runner, cache, state, active, counts, logits, follower
+    )
+    if hidden is not None and computed.hidden is not None:
+        hidden = hidden.note(state, active, computed.num_rows, computed.hidden)
     state = count_step(cache, state, active, computed.num_rows)
     state = note_refusals(state, computed.status)
-    is_whole = active.done + computed.num_rows == active.text_lengths
+    is_whole = active.done + computed.num_rows == active.sequence_lengths
     is_ready = (computed.num_rows > 0) & is_whole
     if state.shortening is not None:
         ends = active.done + computed.num_rows == active.prompt_lengths
         ends &= computed.num_rows > 0
         cache = state.shortening.press_prompts(cache, places.seq_ids, ends)
-    return cache, *choose_tokens(cache, state, computed.logits, is_ready, choice)
+    state, logits = choose_tokens(cache, state, computed.logits, is_ready, choice)
+    return cache, state, logits, hidden
 
 
 def _make_room(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
@@ -103,10 +117,25 @@ def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationSta
     """
     if state.before is not None:
         return cache, leave_ended(state)
-    cache, state = release_ended(cache, state)
-    cache, state, slack = preempt_youngest(cache, state)
-    cache, state = hold_prompt(cache, state)
-    return admit(cache, state, slack)
+    demand = state.demand(cache, state.active(cache))
+    slack = subtract(count_free_blocks(cache), total(demand))
+    ended, is_unwanted = find_ended(state)
+    lacks_blocks = ~reach(slack, jax.tree.map(jnp.zeros_like, slack))
+    is_due = jnp.any(ended) | is_unwanted | lacks_blocks
+    is_due |= jnp.any(state.places.is_pending) | may_seat(state, slack)
+    holds_prompts = cache.metadata.has_states and state.num_samples > 1
+    if holds_prompts:
+        is_due |= jnp.any(find_unheld(cache, state))
+    Carry = tuple[Cache, GenerationState]
+
+    def reschedule(carry: Carry, *demand: jax.Array) -> Carry:
+        cache, state, slack = release_and_preempt(*carry, demand)
+        if holds_prompts:
+            cache, state = hold_prompt(cache, state)
+        return admit(cache, state, slack)
+
+    # In most steps the same sequences go on.
+    return when(is_due, reschedule, (cache, state), *demand)
 
 
 def _compute_rows(
@@ -116,6 +145,7 @@ def _compute_rows(
     active: ActiveSequences,
     counts: jax.Array,  # i32[W]
     logits: jax.Array,  # f32[W, V], buffer for the new logits
+    follower: Follower | None,  # a drafter to update
 ) -> tuple[Cache, Computed]:
     """Compute `counts` rows of each place, i32[W], in the smallest sufficient step."""
     places, num_places = state.places, counts.shape[0]
@@ -141,7 +171,7 @@ def _compute_rows(
     )
     batch = dataclasses.replace(batch, plan=None)
     leaves, structure = jax.tree.flatten((tokens, batch))
-    Carry = tuple[Cache, jax.Array]
+    Carry = tuple[Cache, jax.Array, jax.Array | None]
 
     def program(num_rows: int, *, decodes: bool) -> Callable[..., Carry]:
         def compute(carry: Carry, *leaves: jax.Array) -> Carry:
@@ -150,25 +180,39 @@ def _compute_rows(
             if decodes:  # single rows are causal
                 first = dataclasses.replace(first, mask=None)
             first = plan_attention(carry[0], first)
+            if follower is not None:
+                return runner.compute_followed(
+                    carry[0], first, tokens[:num_rows], follower
+                )
             cache, logits = runner.compute(carry[0], first, tokens[:num_rows])
-            return cache, logits[:num_places]
+            return cache, logits[:num_places], None
 
         return compute
 
+    # `decode` covers one row per place.
+    covered = 1 if may_decode and num_places == 1 else None
+    others = [(i, num_rows) for i, num_rows in enumerate(sizes) if num_rows != covered]
+
+    def compute_one(carry: Carry, size: jax.Array, *leaves: jax.Array) -> Carry:
+        for i, num_rows in others:
+            num_rows = num_rows if runner.exact is None else tokens.shape[0]
+            compute = program(num_rows, decodes=False)
+            if len(others) == 1:
+                return compute(carry, *leaves)
+            carry = when(size == i, compute, carry, *leaves)
+        return carry
+
     # One `when` per program: `lax.switch` would copy the pool.
-    carry = cache, logits
+    before = None if follower is None else follower.previous
+    carry, has_work = (cache, logits, before), work > 0
     if may_decode:
         decode = program(num_places, decodes=True)
-        carry = when(is_decoding & (work > 0), decode, carry, *leaves)
-    for i, num_rows in enumerate(sizes):
-        if num_rows == num_places == 1 and may_decode:
-            continue  # `decode` covers one row per place
-        is_chosen = (size == i) & ~is_decoding & (work > 0)
-        num_rows = num_rows if runner.exact is None else tokens.shape[0]
-        carry = when(is_chosen, program(num_rows, decodes=False), carry, *leaves)
-    cache, logits = carry
+        carry = when(is_decoding & has_work, decode, carry, *leaves)
+    if others:
+        carry = when(~is_decoding & has_work, compute_one, carry, size, *leaves)
+    cache, logits, hidden = carry
     cache, batch = commit(cache, batch), batch.first_requests(num_places)
-    return cache, Computed(logits, batch.status, batch.query_lengths)
+    return cache, Computed(logits, batch.status, batch.query_lengths, hidden)
 
 
 def choose_tokens(
@@ -258,11 +302,7 @@ def note_refusals(
     refused = is_gone | lacks_blocks
     cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
     sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])
-    reasons = when(
-        jnp.any(refused),
-        lambda reasons: scatter(reasons, sequence, cause.astype(jnp.int32)),
-        result.reasons,
-    )
+    reasons = scatter(result.reasons, sequence, cause.astype(jnp.int32))
     return dataclasses.replace(state, result=result._replace(reasons=reasons))
 
 
@@ -277,12 +317,17 @@ def count_step(
     served = rows > 0
     of_prompt = jnp.clip(active.prompt_lengths - active.done, 0, rows)
     # Of the generated tokens only the newest is computed for the first time.
-    is_new = (active.done + rows == active.text_lengths) & (of_prompt < rows)
+    is_new = (active.done + rows == active.sequence_lengths) & (of_prompt < rows)
     again = rows - of_prompt - is_new.astype(jnp.int32)
     num_served = jnp.sum(served, dtype=jnp.int32)
     waits = (state.queue.count > 0) | (places.num_started > places.num_running)
     is_step = (num_served > 0).astype(jnp.int32)
     waits_now = waits.astype(jnp.int32) * is_step
+    used = count_used_blocks(cache)
+    length = jnp.where(places.is_cached, active.slots + rows, 0)
+    num_groups = len(cache.metadata.block_numbers)
+    empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
+    is_peak = (used > old.peak_blocks) & (num_served > 0)
     result = state.result.add_counts(
         num_steps=is_step,
         sequence_steps=num_served,
@@ -290,14 +335,7 @@ def count_step(
         recomputed_tokens=jnp.sum(again, dtype=jnp.int32),
         queue_steps=waits_now,
         idle_places=waits_now * (state.most_running - num_served),
+        peak_blocks=jnp.where(is_peak, used - old.peak_blocks, 0),
+        empty_slots=jnp.where(is_peak, empty - old.empty_slots, 0),
     )
-    used = count_used_blocks(cache)
-    length = jnp.where(places.is_cached, active.slots + rows, 0)
-    num_groups = len(cache.metadata.block_numbers)
-    empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
-    is_peak = (used > old.peak_blocks) & (num_served > 0)
-    statistics = result.statistics._replace(
-        peak_blocks=jnp.where(is_peak, used, old.peak_blocks),
-        empty_slots=jnp.where(is_peak, empty, old.empty_slots),
-    )
-    return dataclasses.replace(state, result=result._replace(statistics=statistics))
+    return dataclasses.replace(state, result=result)

@@ -19,10 +19,8 @@ from jkv.decoding.model.runner import Chunk, ChunkSizes, Runner, Unread, run_chu
 from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import WITHOUT_COPIES, Scored, resize
-from jkv.decoding.texts.prompts import count_tokens
-from jkv.indexing import gather, scatter, scatter_add
-from jkv.metadata.xla_cpu import running_sum
-from jkv.sharding.loops import fori_loop, when
+from jkv.decoding.sequences.prompts import count_tokens
+from jkv.operations import fori_loop, gather, running_sum, scatter, scatter_add, when
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.allocation import allocate
 from jkv.verbs.branching import fork
@@ -91,8 +89,8 @@ def _score_first(
         is_prompt = index < num_prompts
         known = jnp.minimum(index, num_prompts - 1)
 
-        def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
-            return jnp.maximum(gather(prompts, (known[text], position)), 0)
+        def find_tokens(sequence: jax.Array, position: jax.Array) -> jax.Array:
+            return jnp.maximum(gather(prompts, (known[sequence], position)), 0)
 
         def note(_: Cache, found: jax.Array, chunk: Chunk) -> jax.Array:
             at = jnp.where(chunk.is_whole, known, num_prompts)

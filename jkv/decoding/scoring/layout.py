@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.texts.trajectory_tree import TrajectoryTree
-from jkv.indexing import scatter_add, scatter_max, scatter_min
-from jkv.metadata.lanes import find_owners
+from jkv.decoding.sequences.trajectory_tree import TrajectoryTree
+from jkv.operations import find_owners, scatter_add, scatter_max, scatter_min
 
 
 class SegmentTable(NamedTuple):

@@ -17,16 +17,16 @@ import numpy as np
 
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
-from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
-from jkv.decoding.texts.spans import Spans
-from jkv.decoding.texts.trajectory_tree import (
+from jkv.decoding.sequences.prompts import count_tokens, refuse_unknown
+from jkv.decoding.sequences.spans import Spans
+from jkv.decoding.sequences.trajectory_tree import (
     TrajectoryTree,
     is_known,
     list_places,
     measure,
 )
-from jkv.indexing import gather
 from jkv.masks import CAUSAL, Mask, SpanMask
+from jkv.operations import gather
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
@@ -132,15 +132,15 @@ def score_two_levels(
         logits = _run_two_levels(scored, prompts, continuations, spans)
     else:
         tree = _join(prompts, continuations)
-        rows, mask, longest = _list_asked_rows(prompts, tree.num_rows), None, None
+        rows, mask, longest = _list_scored_rows(prompts, tree.num_rows), None, None
         if spans is not None:
             # The rows of prompts come first.
             more, longest = (0, tree.num_rows - prompts.size), spans.longest
             ends = jnp.pad(spans.ends.reshape(-1), more, constant_values=-1)
             mask = SpanMask(ends)
         logits, _ = run_tree(scored, tree, rows, mask, longest)
-    for name, texts in (("prompt", prompts), ("continuation", continuations)):
-        refuse_unknown(name, texts, logits.shape[-1])
+    for name, ids in (("prompt", prompts), ("continuation", continuations)):
+        refuse_unknown(name, ids, logits.shape[-1])
     lengths = count_tokens(prompts)
     return _score_tokens(logits.astype(jnp.float32), lengths, continuations)
 
@@ -167,7 +167,7 @@ def _join(prompts: jax.Array, continuations: jax.Array) -> TrajectoryTree:
     )
 
 
-def _list_asked_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
+def _list_scored_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
     """Return the last row of each prompt, R for an empty one, and all later rows."""
     num_prompts, width = prompts.shape
     lengths = count_tokens(prompts)

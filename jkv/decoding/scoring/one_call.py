@@ -16,14 +16,14 @@ import jax.numpy as jnp
 
 from jkv.decoding.scoring.layout import Layout, lay_out
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
-from jkv.decoding.texts.trajectory_tree import TrajectoryTree
+from jkv.decoding.sequences.trajectory_tree import TrajectoryTree
 from jkv.masks import SpanMask
 from jkv.metadata.requests import Integer
 from jkv.sharding.storage_sharding import POOL, ROWS, divided, over_devices
 from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.cache import Role
+from jkv.state.entry import locate_layer
 from jkv.status import Status, UsageError
-from jkv.verbs.arguments import locate_layer
 from jkv.verbs.attending import plan_attention
 from jkv.verbs.masking import with_mask
 from jkv.verbs.writing import read_rows
@@ -93,7 +93,8 @@ def _plan(
 class OneLayerAtATime:
     """Run `write` and `attend` with the whole pool of a group for each layer.
 
-    The model calls `write` and `attend` as usual, and no other verb.
+    The model calls `write` and `attend` as usual, `observe` without effect, and no
+    other verb.
     """
 
     slot_rows: jax.Array  # i32[N, T], the row in each slot, R for none
@@ -106,6 +107,8 @@ class OneLayerAtATime:
         role: Role | None,
     ) -> Any:
         """Run `write` or `attend` as for the first layer of the group."""
+        if role is Role.OBSERVES:
+            return cache  # no prompt is pruned
         if role not in (Role.WRITES, Role.READS):
             raise UsageError(
                 f"{function.__name__} is not supported in score, only write and attend"

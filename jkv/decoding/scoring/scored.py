@@ -12,9 +12,9 @@ from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.steps import Model, call_model
 from jkv.decoding.scoring.layout import count_blocks
-from jkv.decoding.texts.trajectory_tree import TrajectoryTree
+from jkv.decoding.sequences.trajectory_tree import TrajectoryTree
 from jkv.making.initialization import init
-from jkv.sharding.loops import vary_with
+from jkv.operations import vary_with
 from jkv.state import Batch, Cache
 from jkv.status import UsageError
 
@@ -43,22 +43,26 @@ class Scored(NamedTuple):
             )
 
     def init(
-        self, config: CacheConfig | GroupedConfig, texts: Any, *, storage: bool = True
+        self,
+        config: CacheConfig | GroupedConfig,
+        sequences: Any,
+        *,
+        storage: bool = True,
     ) -> Cache:
-        """Return a new cache for `texts`, a pytree.
+        """Return a new cache for `sequences`, a pytree.
 
         Inside a caller's `shard_map` its keys and values vary over all axes of the
-        weights and the texts.
+        weights and the sequences.
         """
         cache = init(config, storage=storage, mesh=self.mesh, heads=self.heads)
-        return cache.with_storage(vary_with(cache.storage, (self.params, texts)))
+        return cache.with_storage(vary_with(cache.storage, (self.params, sequences)))
 
     def call(
         self, tokens: jax.Array, cache: Cache, batch: Batch
     ) -> tuple[jax.Array, Cache]:
         """Run the model on tokens, i32[R], negative for none."""
         tokens = jnp.maximum(tokens, 0)
-        return call_model(self.model, self.params, tokens, cache, batch)
+        return call_model(self.model, self.params, tokens, cache, batch)[:2]
 
 
 def resize(
@@ -68,7 +72,9 @@ def resize(
 ) -> GroupedConfig:
     """Return a configuration with changed groups and without a prefix index."""
     groups = tuple(
-        dataclasses.replace(group, **of_blocks(group) | WITHOUT_INDEX)
+        dataclasses.replace(
+            group, **of_blocks(group) | WITHOUT_INDEX | {"observed_queries": 0}
+        )
         if isinstance(group, CacheConfig)
         else dataclasses.replace(group, **of_states)
         for group in config.groups

@@ -29,10 +29,10 @@ from jkv.decoding.scoring.levels import (
 )
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored
-from jkv.decoding.texts.prompts import count_tokens
-from jkv.decoding.texts.spans import Spans
-from jkv.decoding.texts.trajectory_tree import TrajectoryTree, check_tree, is_known
-from jkv.metadata.requests import Texts, as_prompts
+from jkv.decoding.sequences.prompts import count_tokens
+from jkv.decoding.sequences.spans import Spans
+from jkv.decoding.sequences.trajectory_tree import TrajectoryTree, check_tree, is_known
+from jkv.metadata.requests import IntegerRows, as_prompts
 from jkv.status import UsageError
 
 Config = CacheConfig | StateConfig | GroupedConfig
@@ -54,11 +54,11 @@ def score(
 def score(
     model: Model,
     params: Any,
-    prompts: Texts,
-    continuations: Texts,
+    prompts: IntegerRows,
+    continuations: IntegerRows,
     *,
     config: Config,
-    spans: Texts | None = ...,
+    spans: IntegerRows | None = ...,
     exact: ExactShape = ...,
     mesh: jax.sharding.Mesh | None = ...,
     heads: str | None = ...,
@@ -69,11 +69,11 @@ def score(
 def score(
     model: Model,
     params: Any,
-    prompts: Texts | TrajectoryTree,  # i32[Q, P]
-    continuations: Texts | None = None,  # i32[N, C]
+    prompts: IntegerRows | TrajectoryTree,  # i32[Q, P]
+    continuations: IntegerRows | None = None,  # i32[N, C]
     *,
     config: Config,
-    spans: Texts | None = None,  # i32[Q, P]
+    spans: IntegerRows | None = None,  # i32[Q, P]
     exact: ExactShape = False,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,

@@ -1,4 +1,4 @@
-"""Draft tokens: prompt lookup, forced tokens, limits, and the rows of a step.
+"""Draft tokens: forced tokens, limits, and the rows of a step.
 
 Symbols: W places, K draft tokens of each, R rows of a step.
 """
@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.runner import locate_rows
-from jkv.decoding.processors.rows import ProcessorRows
+from jkv.decoding.sampling.next_token import ProcessorRows
 from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
-from jkv.decoding.speculation.options import PromptLookup
-from jkv.decoding.texts import blocks
-from jkv.decoding.texts.blocks import BlockSize
-from jkv.indexing import gather
-from jkv.metadata.xla_cpu import running_sum
+from jkv.decoding.sequences import blocks
+from jkv.decoding.sequences.blocks import BlockSize
+from jkv.operations import gather, running_sum
 from jkv.state import Cache
 
 
@@ -42,37 +40,6 @@ class DraftTokens(NamedTuple):
         """Return the draft tokens padded with -1, i32[W, K]."""
         column = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
         return jnp.where(column < self.counts[:, None], self.tokens, -1)
-
-
-def find_draft_tokens(
-    # i32[W, L], prompts and completions, -1 past the end of each
-    texts: jax.Array,
-    lengths: jax.Array,  # i32[W]
-    options: PromptLookup,
-) -> DraftTokens:
-    """Look up draft tokens in prompts and completions."""
-    width = texts.shape[1]
-    column = jnp.arange(width, dtype=jnp.int32)[None]
-    last = lengths[:, None] - 1
-    agrees = jnp.ones(texts.shape, bool)
-    matched = jnp.zeros(texts.shape, jnp.int32)
-    for back in range(options.max_ngram):
-        # Tokens before a column, compared with the newest ones.
-        moved = jnp.pad(texts, ((0, 0), (back, 0)), constant_values=-1)[:, :width]
-        newest = jnp.take_along_axis(texts, jnp.maximum(last - back, 0), axis=1)
-        agrees &= (moved == newest) & (moved >= 0)
-        matched += agrees.astype(jnp.int32)
-    # The longest match wins, and of equal ones the latest.
-    is_match = (matched >= options.min_ngram) & (column < last)
-    best = jnp.max(jnp.where(is_match, matched * width + column, -1), axis=1)
-    found = best >= 0
-    start = jnp.where(found, best % width + 1, 0)
-    # Past the end the draft tokens themselves follow: a repetition continues.
-    period = jnp.maximum(lengths - start, 1)[:, None]
-    ahead = jnp.arange(options.num_tokens, dtype=jnp.int32)[None]
-    drafted = jnp.take_along_axis(texts, start[:, None] + ahead % period, axis=1)
-    counts = jnp.where(found, options.num_tokens, 0)
-    return DraftTokens(jnp.maximum(drafted, 0), counts, jnp.zeros_like(counts))
 
 
 def force_draft_tokens(
@@ -123,25 +90,25 @@ def limit_draft_tokens(
     places, size = state.places, BlockSize(cache.block_size)
     made = gather(state.result.lengths, places.sequences)
     left = gather(state.prompts.limits, active.prompts) - made
-    room = cache.max_context_length - active.text_lengths
+    room = cache.max_context_length - active.sequence_lengths
     counts = jnp.clip(jnp.minimum(left - 1, room), 0, counts)
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, counts, 0)
 
     if not active.held.mapped:  # no group of layers has blocks
         return counts
-    columns = blocks.count_columns(active.text_lengths, size)
+    columns = blocks.count_columns(active.sequence_lengths, size)
     promised = tuple(jnp.maximum(mapped, columns) for mapped in active.held.mapped)
     needs = blocks.subtract(promised, active.held.mapped)
     needs = tuple(jnp.where(is_ready, need, 0) for need in needs)
     slack = blocks.subtract(blocks.count_free_blocks(cache), blocks.total(needs))
-    columns = blocks.count_columns(active.text_lengths + counts, size)
+    columns = blocks.count_columns(active.sequence_lengths + counts, size)
     more = [jnp.maximum(columns - each, 0) for each in promised]
     fits = blocks.reach(
         slack, tuple(running_sum(jnp.where(is_ready, each, 0)) for each in more)
     )
     owned = functools.reduce(jnp.minimum, promised) * size.tokens
-    owned = jnp.maximum(owned - active.text_lengths, 0)
+    owned = jnp.maximum(owned - active.sequence_lengths, 0)
     return jnp.where(fits, counts, jnp.minimum(counts, owned))
 
 

@@ -1,7 +1,9 @@
 """The loop of speculative decoding: plain steps and steps that verify draft tokens.
 
 A step verifies draft tokens only if every cached sequence lacks just its newest token.
-Prompts and preempted sequences are computed by plain steps.
+Prompts and preempted sequences are computed by plain steps. A drafter with layers of
+its own drafts in the slots of the step, which are appended before, and is updated
+behind every call of the model (`jkv.decoding.model.drafter`).
 
 Symbols: W places, V vocabulary size.
 """
@@ -14,57 +16,42 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.drafter import Drafter, SharedLayers, check_drafter
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.hidden import HiddenRows, can_recall, follow
+from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
 from jkv.decoding.scheduler.step import advance, schedule
+from jkv.decoding.speculation.draft_step import DraftStep
 from jkv.decoding.speculation.draft_tokens import (
     DraftTokens,
-    find_draft_tokens,
     force_draft_tokens,
     limit_draft_tokens,
 )
-from jkv.decoding.speculation.drafting import (
-    DraftRows,
-    Drafts,
-    draft,
-    keep_accepted,
-    open_rows,
-)
-from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_speculation
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.verification import verify_draft_tokens
-from jkv.decoding.texts.prompts import find_texts
-from jkv.indexing import gather
-from jkv.sharding.loops import when, while_loop
-from jkv.state import NO_SEQUENCE, Cache
+from jkv.decoding.speculation.verification import (
+    Verification,
+    append_rows,
+    verify_draft_tokens,
+)
+from jkv.operations import gather, when, while_loop
+from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
-
-Speculation = PromptLookup | DraftModel
 
 
 class SpeculationState(NamedTuple):
-    """Acceptance rates, and the rows of a draft model."""
+    """Acceptance rates, and the hidden states that a drafter needs."""
 
     pace: Pace
-    rows: DraftRows | None  # of a draft model
-
-    @property
-    def draft_cache(self) -> Cache | None:
-        """The cache of a draft model, or None."""
-        return self.rows and self.rows.cache
+    hidden: HiddenRows | None  # None without auxiliary layers
 
     def forget(self, sequences: jax.Array) -> "SpeculationState":
         """Forget sequences, i32[K], that are replaced by new ones."""
-
-        def keep(texts: jax.Array) -> jax.Array:
-            passes = jnp.any(texts[:, None] == sequences[None], axis=1)
-            return jnp.where(passes, NO_SEQUENCE, texts)
-
-        rows = self.rows
+        passes = jnp.any(self.pace.sequences[:, None] == sequences[None], axis=1)
+        known = jnp.where(passes, NO_SEQUENCE, self.pace.sequences)
         return SpeculationState(
-            pace=self.pace._replace(texts=keep(self.pace.texts)),
-            rows=rows and rows._replace(owners=keep(rows.owners)),
+            pace=self.pace._replace(sequences=known),
+            hidden=self.hidden and self.hidden.forget(sequences),
         )
 
 
@@ -75,7 +62,7 @@ class _Loop(NamedTuple):
     state: GenerationState  # without `speculation`
     logits: jax.Array  # f32[W, V], buffer for the logits of plain steps
     pace: Pace
-    drafts: Drafts | None  # of a draft model
+    hidden: HiddenRows | None
 
 
 class _Fixed(NamedTuple):
@@ -83,34 +70,41 @@ class _Fixed(NamedTuple):
 
     runner: Runner
     choice: Choice
-    options: Speculation
+    drafter: Drafter
 
 
 def begin_speculation(
-    state: GenerationState, options: Speculation | None
+    runner: Runner, cache: Cache, state: GenerationState
 ) -> GenerationState:
-    """Return a new generation with its speculation state."""
-    if options is None:
+    """Return a new generation with its speculation state, for the runner's drafter."""
+    drafter = runner.drafter
+    if drafter is None:
         return state
-    check_speculation(options)
+    check_drafter(drafter)
     if state.exact is not None:
         raise UsageError(
             "speculate is not supported with exact=, which needs steps of one "
             "shape; omit speculate"
         )
-    rows = open_rows(options, state) if isinstance(options, DraftModel) else None
-    pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
-    return dataclasses.replace(state, speculation=SpeculationState(pace, rows))
+    SharedLayers.of(cache, drafter)
+    num_places, hidden = state.places.num_places, None
+    if drafter.aux_layers:
+        width = runner.count_hidden(cache, num_places)
+        hidden = HiddenRows.empty(state, width)
+        recalls = can_recall(cache, opens=state.before is None)
+        state = dataclasses.replace(state, recomputes_last=recalls)
+    pace = Pace.begin(num_places, drafter.num_tokens, drafter.cost)
+    return dataclasses.replace(state, speculation=SpeculationState(pace, hidden))
 
 
 def run_steps(
     runner: Runner,
     cache: Cache,
-    state: GenerationState,  # of `begin_speculation` with the same kind of options
+    state: GenerationState,  # of `begin_speculation` with the same kind of drafter
     choice: Choice,  # of N sequences
     # given the state and the number of steps so far
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
-    options: Speculation | None = None,  # None runs plain steps
+    drafter: Drafter | None = None,  # None runs plain steps
 ) -> tuple[Cache, GenerationState]:
     """Run steps while `goes_on(state, steps so far)` is True."""
     exact = state.exact
@@ -118,23 +112,23 @@ def run_steps(
         runner = runner._replace(exact=exact)
         choice = choice._replace(num_rows=exact.num_requests)
     logits = jnp.zeros(state.seen.shape, jnp.float32)
-    if options is None:
+    if drafter is None:
 
         def take(loop: tuple[Cache, GenerationState, jax.Array]) -> Any:
             cache, state, logits = loop
-            cache, state, logits = advance(runner, cache, state, choice, logits)
+            cache, state, logits, _ = advance(runner, cache, state, choice, logits)
             return *schedule(cache, state), logits
 
         cache, state, _ = _repeat(goes_on, take, (cache, state, logits))
         return cache, state
-    pace, drafts = _resume(state, options)
-    _check_pending("cache", cache, options.num_tokens)
-    if drafts is not None:
-        _check_pending("draft model's cache", drafts.rows.cache, options.num_tokens - 1)
+    speculation = _resume(state, drafter)
+    SharedLayers.of(cache, drafter)
+    _check_pending(cache, drafter.num_tokens)
+    runner = runner._replace(drafter=drafter)
     state = dataclasses.replace(state, speculation=None)
-    step = functools.partial(_step, _Fixed(runner, choice, options))
-    loop = _repeat(goes_on, step, _Loop(cache, state, logits, pace, drafts))
-    left = SpeculationState(loop.pace, loop.drafts and loop.drafts.rows)
+    step = functools.partial(_step, _Fixed(runner, choice, drafter))
+    loop = _repeat(goes_on, step, _Loop(cache, state, logits, *speculation))
+    left = SpeculationState(loop.pace, loop.hidden)
     return loop.cache, dataclasses.replace(loop.state, speculation=left)
 
 
@@ -151,112 +145,194 @@ def _repeat(
     )[1]
 
 
-def _check_pending(name: str, cache: Cache, num_tokens: int) -> None:
+def _check_pending(cache: Cache, num_tokens: int) -> None:
     """Refuse a cache with too few pending tokens in its recurrent states."""
     most = cache.metadata.max_pending
     if cache.metadata.has_states and most < num_tokens:
         raise UsageError(
-            f"max_pending of the {name} must be at least {num_tokens}, to roll back "
+            f"max_pending of the cache must be at least {num_tokens}, to roll back "
             f"rejected draft tokens from recurrent states, got {most}; "
             f"pass jkv.StateConfig max_pending={num_tokens} "
             f"and the inputs of a token, or reduce num_tokens"
         )
 
 
-def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts | None]:
-    """Return the pace and the draft rows of the last window."""
-    old, drafts = state.speculation, isinstance(options, DraftModel)
-    if not isinstance(old, SpeculationState) or drafts != (old.rows is not None):
+def _resume(state: GenerationState, drafter: Drafter) -> SpeculationState:
+    """Return the pace and the hidden states of the last window."""
+    old = state.speculation
+    is_there = isinstance(old, SpeculationState)
+    if not is_there or bool(drafter.aux_layers) != (old.hidden is not None):
         raise UsageError(
-            f"speculate is a {type(options).__name__}, but this generation was "
+            f"speculate is a {type(drafter).__name__}, but this generation was "
             f"started without one; pass it to `begin` or `prefill`, too"
         )
-    if old.rows is None:
-        return old.pace, None
-    vocabulary = state.seen.shape[1]
-    return old.pace, Drafts.none(old.rows, options.num_tokens, vocabulary)
+    return old
 
 
 def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
     """Run a plain or a speculative step."""
     loop = loop._replace(pace=loop.pace.follow(loop.state.places.sequences))
-    loop, drafted = _draft(fixed, loop)
-    is_worth_it = jnp.any(drafted.counts > 0)
-    given = jax.tree.leaves(drafted)
-    loop = when(is_worth_it, functools.partial(_check, fixed), loop, *given)
-    loop = when(~is_worth_it, functools.partial(_advance, fixed), loop)
+    start = loop, jnp.zeros((), bool)
+    try_it = _may_draft(fixed, loop)
+    loop, is_done = when(try_it, functools.partial(_speculate, fixed), start)
+    loop = when(~is_done, functools.partial(_advance, fixed), loop)
     cache, state = schedule(loop.cache, loop.state)
     return loop._replace(cache=cache, state=state)
 
 
 def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
     """Run a plain step."""
-    cache, state, logits = advance(
-        fixed.runner, loop.cache, loop.state, fixed.choice, loop.logits
+    cache, state, logits, hidden = advance(
+        fixed.runner, loop.cache, loop.state, fixed.choice, loop.logits, loop.hidden
     )
-    pace = loop.pace.after_step()
-    return loop._replace(cache=cache, state=state, logits=logits, pace=pace)
+    return _Loop(cache, state, logits, loop.pace.after_step(), hidden)
 
 
-def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
-    """Run a step that verifies draft tokens."""
-    drafted, drafts = DraftTokens(*given), loop.drafts
-    before = loop.state.active(loop.cache).text_lengths
-    running = loop.state.places.num_running
-    logits = drafts and drafts.logits
-    cache, state, accepted = verify_draft_tokens(
-        fixed.runner, loop.cache, loop.state, fixed.choice, drafted, logits
-    )
-    if drafts is not None:
-        drafts = keep_accepted(drafts, before, accepted)
-    pace = loop.pace.after_verification(drafted, accepted, running, fixed.options.cost)
-    return _Loop(cache, state, loop.logits, pace, drafts)
+def _may_draft(fixed: _Fixed, loop: _Loop) -> jax.Array:
+    """Return True if a step may draft, bool[].
 
-
-def _draft(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, DraftTokens]:
-    """Return draft tokens for the sequences where they pay, or none."""
-    cache, state, options = loop.cache, loop.state, fixed.options
-    places, active = state.places, state.active(cache)
+    Drafting takes time, too: skip it if even the most draft tokens would not pay.
+    """
+    state = loop.state
+    places, active = state.places, state.active(loop.cache)
     is_ready = places.is_cached & places.is_running
     lengths = gather(state.result.lengths, places.sequences)
     # First tokens are chosen for all samples of a prompt, by a plain step.
     is_decoding = jnp.all(
         (active.count_left(places) <= 1) & (~is_ready | (lengths > 0))
     )
+    most = _find_forced(fixed, state).limit(_most(fixed, state))
+    pays = loop.pace.choose(most, places.num_running, fixed.drafter.cost)
+    return is_decoding & jnp.any(pays)
+
+
+def _most(fixed: _Fixed, state: GenerationState) -> jax.Array:
+    """Return the most draft tokens of each place, i32[W]."""
+    is_ready = state.places.is_cached & state.places.is_running
+    return jnp.where(is_ready, jnp.int32(fixed.drafter.num_tokens), 0)
+
+
+def _find_forced(fixed: _Fixed, state: GenerationState) -> DraftTokens:
+    """Return the draft tokens that a logits processor forces."""
     processor = state.rows_of(fixed.choice.logits_processor)
-    none = DraftTokens.none(places.num_places, options.num_tokens)
-    forced = force_draft_tokens(processor, none)
-    Carry = tuple[DraftTokens, Drafts | None]
+    none = DraftTokens.none(state.places.num_places, fixed.drafter.num_tokens)
+    return force_draft_tokens(processor, none)
 
-    def choose(drafted: DraftTokens) -> jax.Array:
-        return loop.pace.choose(drafted, places.num_running, options.cost)
 
-    def propose(carry: Carry) -> Carry:
-        drafts = carry[1]
-        if isinstance(options, DraftModel):
-            assert drafts is not None
-            drafts = draft(
-                options, drafts, state, active.text_lengths, is_ready, fixed.choice
-            )
-            drafted = drafts.drafted._replace(certain=forced.certain)
-        else:
-            texts, lengths = find_texts(state.prompts, state.result, places.sequences)
-            drafted = find_draft_tokens(texts, lengths, options)
-            drafted = force_draft_tokens(processor, drafted)
-        drafted = drafted.limit(
-            limit_draft_tokens(cache, state, active, drafted.counts)
+def _speculate(
+    fixed: _Fixed, carry: tuple[_Loop, jax.Array]
+) -> tuple[_Loop, jax.Array]:
+    """Draft and verify where it pays; return also if a step was run, bool[]."""
+    loop, _ = carry
+    cache, state = loop.cache, loop.state
+    active, num_tokens = state.active(cache), fixed.drafter.num_tokens
+
+    def choose(drafted: DraftTokens) -> DraftTokens:
+        """Keep the draft tokens that fit and pay."""
+        counts = limit_draft_tokens(cache, state, active, drafted.counts)
+        drafted = drafted.limit(counts)
+        running, cost = state.places.num_running, fixed.drafter.cost
+        pays = loop.pace.choose(drafted, running, cost)
+        return drafted.limit(jnp.where(pays, drafted.counts, 0))
+
+    if fixed.drafter.groups:
+        # The rows are appended before their tokens are drafted.
+        wanted = choose(_find_forced(fixed, state).limit(_most(fixed, state)))
+
+        def run(loop: _Loop, counts: jax.Array) -> _Loop:
+            given = loop.state, loop.state.active(loop.cache)
+            cache, batch = append_rows(loop.cache, *given, counts, num_tokens)
+            cache, drafted, logits = _draft(fixed, cache, loop, counts, batch)
+            loop = loop._replace(cache=cache)
+            return _verify(fixed, loop, given[1], batch, drafted, logits)
+
+        is_worth_it = jnp.any(wanted.counts > 0)
+        return when(is_worth_it, run, loop, wanted.counts), is_worth_it
+
+    cache, drafted, logits = _draft(fixed, cache, loop, _most(fixed, state), None)
+    drafted = choose(drafted)
+
+    def check(loop: _Loop, *given: jax.Array) -> _Loop:
+        drafted, active = DraftTokens(*given[:3]), loop.state.active(loop.cache)
+        cache, batch = append_rows(
+            loop.cache, loop.state, active, drafted.counts, num_tokens, drafted.tokens
         )
-        drafted = drafted.limit(jnp.where(choose(drafted), drafted.counts, 0))
-        if drafts is not None:
-            # Unverified draft tokens may be wrong and would stay in the cache.
-            drafts = keep_accepted(drafts, active.text_lengths, drafted.counts)
-        return drafted, drafts
+        logits = given[3] if len(given) > 3 else None
+        loop = loop._replace(cache=cache)
+        return _verify(fixed, loop, active, batch, drafted, logits)
 
-    # Drafting takes time, too: skip it if even the most draft tokens would not pay.
-    most = jnp.where(is_ready, jnp.int32(options.num_tokens), 0)
-    drafted, drafts = when(
-        is_decoding & jnp.any(choose(forced.limit(most))),
-        propose,
-        (forced.limit(none.counts), loop.drafts),
+    is_worth_it = jnp.any(drafted.counts > 0)
+    given = [*drafted, *([] if logits is None else [logits])]
+    return when(is_worth_it, check, loop, *given), is_worth_it
+
+
+def _draft(
+    fixed: _Fixed,
+    cache: Cache,  # with the step appended, if the drafter has groups
+    loop: _Loop,  # before the step
+    counts: jax.Array,  # i32[W], most draft tokens of each
+    batch: Batch | None,
+) -> tuple[Cache, DraftTokens, jax.Array | None]:
+    """Return the cache, draft tokens, and the logits they were drawn from, if any."""
+    drafter, state = fixed.drafter, loop.state
+    active = state.active(loop.cache)
+    follower = follow(drafter, loop.hidden, state, active)
+    previous = jnp.zeros((counts.shape[0], 0), jnp.float32)
+    if follower is not None:
+        previous = follower.previous
+    if batch is not None:
+        batch = dataclasses.replace(batch, is_draft=True)
+    step = DraftStep(
+        loop.cache,
+        state,
+        active,
+        fixed.choice,
+        counts,
+        drafter.num_tokens,
+        previous,
+        batch,
     )
-    return loop._replace(drafts=drafts), drafted
+    after, tokens, found = drafter.draft(cache, step)
+    drafted, logits = step.finish(tokens, found)
+    if logits is None:
+        processor = state.rows_of(fixed.choice.logits_processor)
+        drafted = force_draft_tokens(processor, drafted)
+        drafted = drafted.limit(jnp.minimum(drafted.counts, counts))
+    else:
+        certain = _find_forced(fixed, state).certain
+        drafted = drafted._replace(certain=jnp.minimum(certain, drafted.counts))
+    return _restore_states(cache, after, drafter), drafted, logits
+
+
+def _restore_states(before: Cache, after: Cache, drafter: Drafter) -> Cache:
+    """Return the cache with the drafter's recurrent states from before drafting.
+
+    Keys of rejected tokens are overwritten or cut off; a state that has passed them
+    could not be rolled back.
+    """
+    first = len(before.storage) - len(drafter.groups)
+    for number in before.metadata.state_numbers:
+        if number >= first:
+            after = after.with_group_storage(number, before.storage[number])
+    return after
+
+
+def _verify(
+    fixed: _Fixed,
+    loop: _Loop,  # with the cache after the append
+    active: ActiveSequences,  # before the step
+    batch: Batch,
+    drafted: DraftTokens,
+    logits: jax.Array | None,
+) -> _Loop:
+    """Verify draft tokens, and update the drafter."""
+    state, running = loop.state, loop.state.places.num_running
+    verification = Verification(
+        state, active, fixed.choice, drafted, logits, batch, loop.hidden
+    )
+    cache, state, accepted, hidden = verify_draft_tokens(
+        fixed.runner, loop.cache, verification
+    )
+    cost = fixed.drafter.cost
+    pace = loop.pace.after_verification(drafted, accepted, running, cost)
+    return _Loop(cache, state, loop.logits, pace, hidden)

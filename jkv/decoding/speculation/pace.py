@@ -34,7 +34,7 @@ _JUST_ENOUGH = 1.1
 class Pace(NamedTuple):
     """Recent acceptance rates."""
 
-    texts: jax.Array  # i32[W], the sequence in each place
+    sequences: jax.Array  # i32[W], the sequence in each place
     rates: jax.Array  # f32[W], its acceptance rate
     typical: jax.Array  # f32[], acceptance rate of all sequences
     hope: jax.Array  # f32[], acceptance rate assumed by a try
@@ -46,7 +46,7 @@ class Pace(NamedTuple):
         """Return a rate at which speculation pays; one failure lowers it."""
         rate = max(_FIRST_RATE, 1.5 * (cost - 1) / num_tokens)
         return cls(
-            texts=jnp.full((num_places,), -1, jnp.int32),
+            sequences=jnp.full((num_places,), -1, jnp.int32),
             rates=jnp.full((num_places,), rate, jnp.float32),
             typical=jnp.asarray(rate, jnp.float32),
             hope=jnp.zeros((), jnp.float32),
@@ -54,10 +54,10 @@ class Pace(NamedTuple):
             wait=jnp.zeros((), jnp.int32),
         )
 
-    def follow(self, texts: jax.Array) -> "Pace":
+    def follow(self, sequences: jax.Array) -> "Pace":
         """Return the pace for these sequences in the places, i32[W]."""
-        rates = jnp.where(texts == self.texts, self.rates, self.typical)
-        return self._replace(texts=texts, rates=rates)
+        rates = jnp.where(sequences == self.sequences, self.rates, self.typical)
+        return self._replace(sequences=sequences, rates=rates)
 
     def choose(
         self, drafted: DraftTokens, running: jax.Array, cost: float

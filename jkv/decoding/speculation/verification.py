@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.model.runner import Runner, choose_size
-from jkv.decoding.processors.rows import ProcessorRows, mark_refused
 from jkv.decoding.sampling.draws import (
     Choice,
+    Sampling,
     by_row,
     draw,
     draw_uniforms,
@@ -35,21 +35,24 @@ from jkv.decoding.sampling.draws import (
     pick_logprobs,
     sample,
 )
-from jkv.decoding.sampling.next_token import sampling_of, take_several
-from jkv.decoding.sampling.options import Sampling
+from jkv.decoding.sampling.next_token import (
+    ProcessorRows,
+    mark_refused,
+    sampling_of,
+    take_several,
+)
+from jkv.decoding.scheduler.hidden import HiddenRows, follow
 from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
 from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
+from jkv.decoding.speculation.draft_step import ACCEPT, REPLACE
 from jkv.decoding.speculation.draft_tokens import DraftTokenRows, DraftTokens, row_sizes
-from jkv.indexing import gather, scatter
-from jkv.sharding.loops import when
+from jkv.operations import gather, scatter, when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.attending import plan_attention
 from jkv.verbs.branching import truncate
+from jkv.verbs.recording import record
 from jkv.verbs.writing import commit
-
-# Streams of random numbers beside plain draws.
-DRAFT, ACCEPT, REPLACE = 1, 2, 3
 
 
 class _Chosen(NamedTuple):
@@ -59,41 +62,123 @@ class _Chosen(NamedTuple):
     logprobs: jax.Array  # f32[R]
 
 
-def verify_draft_tokens(
-    runner: Runner,
+class Verification(NamedTuple):
+    """Inputs of a verification."""
+
+    state: GenerationState
+    active: ActiveSequences  # before the step
+    choice: Choice  # of N sequences
+    drafted: DraftTokens  # draft tokens of W places
+    # f32[W, K, V], filtered logits they were drawn from; None if they were not drawn
+    draft_logits: jax.Array | None
+    batch: Batch  # the rows of the step, appended
+    hidden: HiddenRows | None  # for a drafter with auxiliary layers
+
+
+def append_rows(
     cache: Cache,
     state: GenerationState,
-    choice: Choice,  # of N sequences
-    drafted: DraftTokens,  # draft tokens of W places
-    # f32[W, K, V], filtered logits of the draft model; None for prompt lookup
-    draft_logits: jax.Array | None,
-) -> tuple[Cache, GenerationState, jax.Array]:
-    """Run a step that verifies draft tokens; return also the accepted ones, i32[W]."""
-    active, places = state.active(cache), state.places
+    active: ActiveSequences,
+    counts: jax.Array,  # i32[W], draft tokens of each place
+    num_tokens: int,  # K
+    tokens: jax.Array | None = None,  # i32[W, K], None before they are drafted
+) -> tuple[Cache, Batch]:
+    """Append the newest token of each sequence and its draft tokens.
+
+    The step, R rows, is planned for the most draft tokens; the model computes the first
+    of them, as many as the smallest sufficient size.
+    """
+    places = state.places
+    is_ready = places.is_cached & places.is_running
+    num_rows = jnp.where(is_ready, 1 + counts, 0)
+    most, known = row_sizes(places.num_places, num_tokens)[-1], None
+    if tokens is not None:
+        rows = DraftTokenRows.of(num_rows, most)
+        known = _tokens_of_rows(state.newest(active), tokens, rows)
+    cache, batch = append(
+        cache,
+        jnp.where(is_ready, places.seq_ids, NO_SEQUENCE),
+        num_rows,
+        capacity=most,
+        tokens=known,
+        num_pending=jnp.where(cache.metadata.has_states, counts, 0),
+    )
+    # Each size has a plan of its own.
+    return cache, dataclasses.replace(batch, plan=None)
+
+
+def _tokens_of_rows(
+    newest: jax.Array, drafted: jax.Array, rows: DraftTokenRows
+) -> jax.Array:
+    """Return the tokens of rows, i32[R]: the newest token, then the draft tokens."""
+    of_place = jnp.concatenate([newest[:, None], drafted], axis=1)
+    return gather(of_place, (rows.places, rows.before))
+
+
+def verify_draft_tokens(
+    runner: Runner, cache: Cache, given: Verification
+) -> tuple[Cache, GenerationState, jax.Array, HiddenRows | None]:
+    """Run a step that verifies draft tokens, and update the drafter.
+
+    Returns:
+      The cache, the state, the accepted draft tokens, i32[W], and the hidden states.
+    """
+    state, active, choice, drafted, logits, batch, hidden = given
+    places = state.places
     processor = state.rows_of(choice.logits_processor)
     if processor is not None:
         processor = processor.advance_through(drafted.mask())
-    check = _Check(state, choice.sampling, drafted, draft_logits, processor)
-    cache, batch, chosen = _compute_draft_tokens(runner, cache, active, check)
+    check = _Check(state, choice.sampling, drafted, logits, processor)
+    step = _plan_step(state, active, drafted, batch)
+    cache, chosen, of_rows = _compute_draft_tokens(runner, cache, step, check, hidden)
     num_rows = batch.query_lengths
     state = count_step(cache, state, active, jnp.minimum(num_rows, 1))
     state = note_refusals(state, batch.status)
-    before = gather(state.result.lengths, places.sequences)
+    lengths = gather(state.result.lengths, places.sequences)
     state = _append_accepted(cache, state, check, batch, chosen)
-    made = gather(state.result.lengths, places.sequences) - before
+    made = gather(state.result.lengths, places.sequences) - lengths
     made = jnp.where(num_rows > 0, made, 0)
-    cache = _keep(cache, batch, active, jnp.minimum(made, num_rows))
+    kept = jnp.minimum(made, num_rows)
+    cache, hidden = _update(runner, cache, given, step, kept, of_rows)
+    cache = _keep(cache, batch, active, kept)
     accepted = jnp.maximum(made - 1, 0)
+    num_drafted = jnp.where(num_rows > 0, drafted.counts, 0)
     result = state.result.add_counts(
-        draft_tokens=jnp.sum(jnp.maximum(num_rows - 1, 0), dtype=jnp.int32),
+        draft_tokens=jnp.sum(num_drafted, dtype=jnp.int32),
         accepted_tokens=jnp.sum(accepted, dtype=jnp.int32),
         checking_steps=jnp.int32(1),
     )
-    return cache, dataclasses.replace(state, result=result), accepted
+    return cache, dataclasses.replace(state, result=result), accepted, hidden
+
+
+class _Step(NamedTuple):
+    """The rows of a verifying step."""
+
+    batch: Batch  # without a plan
+    rows: DraftTokenRows
+    tokens: jax.Array  # i32[R]
+    sizes: tuple[int, ...]  # rows that the model may compute, ascending
+    size: jax.Array  # i32[], the index of the size used
+
+
+def _plan_step(
+    state: GenerationState,
+    active: ActiveSequences,
+    drafted: DraftTokens,
+    batch: Batch,
+) -> _Step:
+    """Locate the rows of a step, and choose the number of rows to compute."""
+    sizes = row_sizes(*drafted.tokens.shape)
+    # A refused request keeps its rows in the layout.
+    ends = jnp.append(batch.query_starts[1:], jnp.int32(sizes[-1]))
+    rows = DraftTokenRows.of(ends - batch.query_starts, sizes[-1])
+    tokens = _tokens_of_rows(state.newest(active), drafted.tokens, rows)
+    work = jnp.max(batch.query_starts + batch.query_lengths)
+    return _Step(batch, rows, tokens, sizes, choose_size(work, sizes))
 
 
 class _Check(NamedTuple):
-    """Inputs of a verification."""
+    """Inputs of a choice."""
 
     state: GenerationState
     sampling: Sampling
@@ -160,55 +245,86 @@ class _Check(NamedTuple):
 
 
 def _compute_draft_tokens(
-    runner: Runner, cache: Cache, active: ActiveSequences, check: _Check
-) -> tuple[Cache, Batch, _Chosen]:
+    runner: Runner,
+    cache: Cache,
+    step: _Step,
+    check: _Check,
+    hidden_rows: HiddenRows | None,
+) -> tuple[Cache, _Chosen, jax.Array]:
     """Compute the newest token of each sequence and its draft tokens.
 
-    The step, R rows, is planned for the most draft tokens; the model computes the first
-    of them, as many as the smallest sufficient size.
+    Return the cache, the token after each row, and the hidden states, f32[R, A].
     """
-    state, drafted = check.state, check.drafted
-    sizes, places = row_sizes(*drafted.tokens.shape), state.places
-    is_ready = places.is_cached & places.is_running
-    counts = jnp.where(is_ready, 1 + drafted.counts, 0)
-    rows = DraftTokenRows.of(counts, sizes[-1])
-    newest = state.newest(active)
-    of_place = jnp.concatenate([newest[:, None], drafted.tokens], axis=1)
-    tokens = gather(of_place, (rows.places, rows.before))
-    seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
-    has_states = cache.metadata.has_states
-    cache, batch = append(
-        cache,
-        seq_ids,
-        counts,
-        capacity=sizes[-1],
-        tokens=tokens,
-        num_pending=jnp.where(has_states, drafted.counts, 0),
-    )
-    # Each size has a plan of its own.
-    batch = dataclasses.replace(batch, plan=None)
-    leaves, structure = jax.tree.flatten((tokens, rows, batch))
-    Carry = tuple[Cache, _Chosen]
+    leaves, structure = jax.tree.flatten((step.tokens, step.rows, step.batch))
+    Carry = tuple[Cache, _Chosen, jax.Array]
 
     def program(size: int) -> Callable[..., Carry]:
         def compute(carry: Carry, *leaves: jax.Array) -> Carry:
-            cache, chosen = carry
+            cache, chosen, hidden = carry
             tokens, rows, batch = jax.tree.unflatten(structure, leaves)
             first = plan_attention(cache, batch.first_rows(size))
-            cache, logits = runner.run_planned(cache, first, tokens[:size])
+            cache, logits, of_rows = runner.compute_hidden(
+                cache, first, tokens[:size], all_rows=True
+            )
             found = check.choose(
                 logits, DraftTokenRows(*(each[:size] for each in rows))
             )
-            put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
-            return cache, put
+            put = jax.tree.map(
+                lambda old, new: old.at[:size].set(new),
+                (chosen, hidden),
+                (found, of_rows),
+            )
+            return cache, *put
 
         return compute
 
-    nothing = _Chosen(tokens, jnp.zeros(tokens.shape, jnp.float32))
-    carry, size = (cache, nothing), choose_size(jnp.sum(counts), sizes)
-    for i, num_rows in enumerate(sizes):
-        carry = when(size == i, program(num_rows), carry, *leaves)
-    return carry[0], batch, carry[1]
+    nothing = _Chosen(step.tokens, jnp.zeros(step.tokens.shape, jnp.float32))
+    width = 0 if hidden_rows is None else hidden_rows.rows.shape[1]
+    hidden = jnp.zeros((step.tokens.shape[0], width), jnp.float32)
+    carry = cache, nothing, hidden
+    for i, num_rows in enumerate(step.sizes):
+        carry = when(step.size == i, program(num_rows), carry, *leaves)
+    return carry
+
+
+def _update(
+    runner: Runner,
+    cache: Cache,
+    given: Verification,
+    step: _Step,
+    kept: jax.Array,  # i32[W], accepted rows
+    of_rows: jax.Array,  # f32[R, A], hidden states
+) -> tuple[Cache, HiddenRows | None]:
+    """Update the drafter with the accepted rows only, and keep their hidden states.
+
+    Rows left from drafting are overwritten, or will be cut off.
+    """
+    state, active, hidden = given.state, given.active, given.hidden
+    drafter = runner.drafter
+    assert drafter is not None
+    follower = follow(drafter, hidden, state, active)
+    if follower is None:
+        return cache, hidden
+    accepted = step.batch.keep_first(kept)
+    if hidden is not None:
+        last = follower.read_last(accepted, of_rows)
+        hidden = hidden.note(state, active, kept, last)
+    if not drafter.groups:
+        return cache, hidden
+    cache = record(cache, accepted, step.tokens)
+    leaves, structure = jax.tree.flatten((step.tokens, of_rows, accepted))
+
+    def program(size: int) -> Callable[..., Cache]:
+        def update(cache: Cache, *leaves: jax.Array) -> Cache:
+            tokens, of_rows, batch = jax.tree.unflatten(structure, leaves)
+            first = plan_attention(cache, batch.first_rows(size))
+            return follower.update(cache, first, tokens[:size], of_rows[:size])
+
+        return update
+
+    for i, num_rows in enumerate(step.sizes):
+        cache = when(step.size == i, program(num_rows), cache, *leaves)
+    return cache, hidden
 
 
 def _append_accepted(

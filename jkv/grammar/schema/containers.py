@@ -24,10 +24,10 @@ from jkv.grammar.schema.expansion import (
     Part,
     Way,
     counts_of,
+    given,
     named,
     num_first_items,
     parts_of_item,
-    said,
 )
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import ABSENT, NUMBERS
@@ -71,7 +71,7 @@ def array_expression(way: Way, compiler: Compiler) -> Expression:
     if most is not None and least > most:
         return Choice([])
     wanted = [atom for atom in way if "contains" in atom.words]
-    is_unique = any(said(way, "uniqueItems"))
+    is_unique = any(given(way, "uniqueItems"))
     if is_unique and (most is None or most > 1):
         if wanted:
             raise Unsupported("'uniqueItems' beside 'contains'")
@@ -258,8 +258,8 @@ class _Keys:
     def regions(self) -> Iterable[tuple[Automaton, list[Part]]]:
         """Yield disjoint sets of unnamed keys, each with the schemas of its values."""
         patterns = dict.fromkeys(named(self._way, "patternProperties"))
-        speak = said(self._way, "properties"), said(self._way, "patternProperties")
-        others = said(self._way, "additionalProperties")
+        speak = given(self._way, "properties"), given(self._way, "patternProperties")
+        others = given(self._way, "additionalProperties")
         is_open = False not in others if others else not any(speak)
         if not patterns and not is_open:
             return

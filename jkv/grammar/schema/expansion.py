@@ -245,15 +245,15 @@ class Expander:
         closed = []
         for way in ways:
             added: dict[str, Any] = {}
-            said = [atom.words for atom in way if not atom.is_muted]
-            has_rest = any("additionalProperties" in one for one in said)
+            active = [atom.words for atom in way if not atom.is_muted]
+            has_rest = any("additionalProperties" in one for one in active)
             if "unevaluatedProperties" in words and not has_rest:
                 for word in ("properties", "patternProperties"):
-                    added[word] = {k: True for one in said for k in one.get(word, ())}
+                    added[word] = {k: True for one in active for k in one.get(word, ())}
                 added["additionalProperties"] = words["unevaluatedProperties"]
-            has_rest = any(items_of(one)[1] is not None for one in said)
+            has_rest = any(items_of(one)[1] is not None for one in active)
             if "unevaluatedItems" in words and not has_rest:
-                first = max((len(items_of(one)[0]) for one in said), default=0)
+                first = max((len(items_of(one)[0]) for one in active), default=0)
                 added["prefixItems"] = [True] * first
                 added["items"] = words["unevaluatedItems"]
             new = [Atom(added, part.schema, part.route)] if added else []
@@ -280,16 +280,18 @@ class Expander:
                     condition = part.of(words["if"], not is_met)
                     found += self.expand([condition, part.of(words[word], True)])
         for key, needed in _dependencies(words):
-            there = [say(part, {"type": "object", "required": [key]})]
+            there = [require(part, {"type": "object", "required": [key]})]
             if isinstance(needed, list):
-                absent = [say(part, {ABSENT: [name]}) for name in needed]
+                absent = [require(part, {ABSENT: [name]}) for name in needed]
                 found += self._both(there, absent, part.schema)
             else:
                 contrary = self._expand(part.of(needed, True))
                 found += self._both(there, contrary, part.schema)
         for word in words:
             if word in _OWN:
-                found += [say(part, words) for words in self._contraries(word, part)]
+                found += [
+                    require(part, words) for words in self._contraries(word, part)
+                ]
         found = [way for way in found if self.is_possible(way, False)]
         self._check_number(found, part.schema)
         return found
@@ -323,20 +325,20 @@ class Expander:
         return found
 
 
-def said(way: Way, word: str) -> list[Any]:
+def given(way: Way, word: str) -> list[Any]:
     """Return the values of a keyword, of the atoms that have it."""
     return [atom.words[word] for atom in way if word in atom.words]
 
 
 def named(way: Way, word: str) -> list[Any]:
     """Return the keys or values that the atoms list under a keyword."""
-    return [one for listed in said(way, word) for one in listed]
+    return [one for listed in given(way, word) for one in listed]
 
 
 def counts_of(way: Way, what: str) -> tuple[int, int | None]:
     """Return the bounds of "Items", say; 0 and None if unbounded."""
-    least = max(map(int, said(way, f"min{what}")), default=0)
-    return least, min(map(int, said(way, f"max{what}")), default=None)
+    least = max(map(int, given(way, f"min{what}")), default=0)
+    return least, min(map(int, given(way, f"max{what}")), default=None)
 
 
 def num_first_items(way: Way) -> int:
@@ -355,7 +357,7 @@ def parts_of_item(way: Way, index: int) -> list[Part]:
     return found
 
 
-def say(part: Part, words: Mapping[str, Any]) -> Way:
+def require(part: Part, words: Mapping[str, Any]) -> Way:
     """Return the way with the given keywords, at the location of a part."""
     return [Atom(words, part.schema, part.route)]
 

@@ -17,10 +17,10 @@ from jkv.grammar.schema.expansion import (
     Route,
     Way,
     counts_of,
+    given,
     named,
     num_first_items,
     parts_of_item,
-    said,
 )
 from jkv.grammar.schema.formats import COUNTED, FORMATS
 from jkv.grammar.schema.keywords import OF_TYPE, is_number
@@ -63,8 +63,8 @@ class Judge:
 
     def described(self, way: Way, *, is_short: bool = False) -> list[Automaton]:
         """Return the languages of all patterns and known formats."""
-        found = [self.strings("pattern", one) for one in said(way, "pattern")]
-        for form in (one for one in said(way, "format") if one in FORMATS):
+        found = [self.strings("pattern", one) for one in given(way, "pattern")]
+        for form in (one for one in given(way, "format") if one in FORMATS):
             kind = "short format" if is_short and form in COUNTED else "format"
             found.append(self.strings(kind, form))
         return found
@@ -244,7 +244,7 @@ class Judge:
 
 def allowed_kinds(way: Way) -> set[str]:
     """Return the kinds of values that the types of all atoms allow."""
-    allowed = [*map(kinds_of, said(way, "type")), *map(set, said(way, negation.KIND))]
+    allowed = [*map(kinds_of, given(way, "type")), *map(set, given(way, negation.KIND))]
     return {*negation.KINDS}.intersection(*allowed)
 
 

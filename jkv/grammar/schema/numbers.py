@@ -24,7 +24,7 @@ from jkv.grammar.automaton import (
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.expansion import Way, named, said
+from jkv.grammar.schema.expansion import Way, given, named
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
 
@@ -42,7 +42,7 @@ _Bound = tuple[decimal.Decimal, bool]  # with True if exclusive
 def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
     """Return the numbers that the atoms describe, of one or both kinds."""
     shape = _within_bounds(way, "fraction" not in kinds, bounds)
-    wanted, unwanted = said(way, "multipleOf"), said(way, NOT_MULTIPLE)
+    wanted, unwanted = given(way, "multipleOf"), given(way, NOT_MULTIPLE)
     values = [value for value in named(way, NOT_VALUES) if is_number(value)]
     is_integer = "integer" in kinds
     if not (wanted or unwanted or values) and is_integer:

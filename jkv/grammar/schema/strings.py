@@ -29,7 +29,7 @@ from jkv.grammar.bounds import UNBOUNDED, Bounds
 from jkv.grammar.determinization import determinize, substitute
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.expansion import Way, counts_of, named, said
+from jkv.grammar.schema.expansion import Way, counts_of, given, named
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import NOT_PATTERN, NOT_VALUES
 
@@ -71,7 +71,7 @@ def string_automaton(
     """Return the strings without quotes; only the bounds if nothing else applies."""
     least, most = counts_of(way, "Length")
     described = judge.described(way, is_short=most is not None)
-    others = [judge.strings("pattern", one) for one in said(way, NOT_PATTERN)]
+    others = [judge.strings("pattern", one) for one in given(way, NOT_PATTERN)]
     taken = [value for value in named(way, NOT_VALUES) if isinstance(value, str)]
     if taken:
         literals = Choice([Literal(text.encode()) for text in taken])

@@ -48,24 +48,34 @@ class PagedModel:
 
     def __init__(self, graph: nnx.GraphDef[Any]) -> None:
         self._graph = graph
+        self._model = jkv.model_of(self._run, rows="batch")
 
     def __call__(
         self, params: Params, tokens: jax.Array, cache: jkv.Cache, batch: jkv.Batch
     ) -> tuple[jax.Array, jkv.Cache]:
         """Run one step of the model, as a `jkv.Model`."""
-        module = nnx.merge(self._graph, params.weights)
-        step = _Step(cache, batch, find_architecture(module))
-        for number, layer in enumerate(module.layers):
-            # Rematerialization would trace the layer separately, and leak the updated
-            # cache; no gradients are needed here.
+        logits, cache = self._model(params.weights, tokens, cache, batch)
+        return logits / params.temperature, cache
+
+    def _run(
+        self,
+        weights: nnx.State[Any, Any],
+        tokens: jax.Array,  # i32[R, 1]
+        positions: jax.Array,  # i32[R, 1]
+        step: jkv.Step,
+    ) -> jax.Array:
+        """Run the module with the attention of each layer replaced."""
+        module = nnx.merge(self._graph, weights)
+        known = find_architecture(module)
+        for layer in module.layers:
+            # Rematerialization would trace the layer separately; no gradients are
+            # needed here.
             layer.config = dataclasses.replace(layer.config, remat_config=None)
-            layer.attn = functools.partial(step.attend, layer.attn, number)
+            layer.attn = functools.partial(known.attend, layer.attn, step)
         norm = module.final_norm
-        module.final_norm = lambda hidden: norm(
-            jnp.take(hidden, batch.last_rows, axis=0, mode="clip")
-        )
-        logits, _ = module(tokens[:, None], batch.positions[:, None], None, None)
-        return logits[:, 0].astype(jnp.float32) / params.temperature, step.cache
+        module.final_norm = lambda hidden: norm(step.last(hidden)[:, None])
+        logits: jax.Array = module(tokens, positions, None, None)[0]
+        return logits
 
     def configure(
         self, weights: nnx.State[Any, Any], dtype: Any | None, **sizes: Any
@@ -102,33 +112,19 @@ class Architecture(NamedTuple):
     # attention -> options of `jkv.attend`.
     options: Callable[[Any], dict[str, Any]]
 
-
-class _Step:
-    """The cache during one trace of the layers."""
-
-    def __init__(
-        self, cache: jkv.Cache, batch: jkv.Batch, architecture: Architecture
-    ) -> None:
-        self.cache = cache
-        self._batch = batch
-        self._architecture = architecture
-
     def attend(
         self,
         attention: Any,  # the layer's attention, called with the same arguments
-        layer: int,
+        step: jkv.Step,
         hidden: jax.Array,  # [R, 1, E]
         positions: jax.Array,  # i32[R, 1]
         *_dense: object,
         **_packing: object,
     ) -> tuple[None, jax.Array]:
-        known, batch = self._architecture, self._batch
-        projections = known.project(attention, hidden, positions)
-        queries, keys, values = (rows[:, 0] for rows in projections)
-        self.cache = jkv.write(self.cache, layer, batch, keys, values)
-        options = known.options(attention)
-        heads = jkv.attend(self.cache, layer, batch, queries, **options)
-        return None, known.output(attention)(heads[:, None])
+        """Return the results of a layer's attention, from the cache."""
+        rows = self.project(attention, hidden, positions)
+        heads = step.attend(*rows, **self.options(attention))
+        return None, self.output(attention)(heads)
 
 
 def find_architecture(module: Any) -> Architecture:

@@ -19,31 +19,33 @@ from jkv.integrations.tunix.paged_model import PagedModel, Params
 Tokens = Sequence[list[int]]
 
 
-def check_texts(texts: Tokens) -> None:
-    if not texts:
+def check_sequences(sequences: Tokens) -> None:
+    if not sequences:
         raise ValueError("prompts is empty; pass at least one prompt")
-    for i, text in enumerate(texts):
-        if not text:
+    for i, sequence in enumerate(sequences):
+        if not sequence:
             raise ValueError(f"prompts[{i}] has no tokens; pass at least one token")
 
 
-def find_width(texts: Tokens, usual_width: int) -> int:
+def find_width(sequences: Tokens, usual_width: int) -> int:
     """Return the width of the padded prompts, as tunix's sampler computes it."""
-    longest = max(len(text) for text in texts)
+    longest = max(len(sequence) for sequence in sequences)
     if longest <= usual_width:
         return usual_width
     return int(generate_utils.next_power_of_2(longest))
 
 
-def pad_left(texts: Tokens, width: int, pad_id: int) -> np.ndarray:
+def pad_left(sequences: Tokens, width: int, pad_id: int) -> np.ndarray:
     """Return i32[B, width], padded on the left."""
-    rows = [[pad_id] * (width - len(text)) + text for text in texts]
+    rows = [[pad_id] * (width - len(sequence)) + sequence for sequence in sequences]
     return np.array(rows, np.int32)
 
 
-def pad_right(texts: Tokens, width: int) -> np.ndarray:
+def pad_right(sequences: Tokens, width: int) -> np.ndarray:
     """Return i32[B, width], padded with -1 on the right."""
-    return np.array([text + [-1] * (width - len(text)) for text in texts], np.int32)
+    return np.array(
+        [sequence + [-1] * (width - len(sequence)) for sequence in sequences], np.int32
+    )
 
 
 class Repeats(NamedTuple):
@@ -130,9 +132,11 @@ class Scorer(NamedTuple):
         """
         given = np.asarray(prompt_tokens, np.int32)
         starts = (np.cumsum(given != self.pad_id, axis=1) == 0).sum(axis=1)
-        texts = [row[start:].tolist() for row, start in zip(given, starts, strict=True)]
-        check_texts(texts)
-        repeats = find_repeats(texts)
+        sequences = [
+            row[start:].tolist() for row, start in zip(given, starts, strict=True)
+        ]
+        check_sequences(sequences)
+        repeats = find_repeats(sequences)
         completions = np.asarray(completion_tokens, np.int32)[repeats.prompts]
         given, num_samples = given[repeats.prompts], repeats.num_samples
         scores = _score(self, model, params, given, completions, num_samples, True)

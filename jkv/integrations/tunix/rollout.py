@@ -13,14 +13,14 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 import jkv
 from jkv.decoding.model.runner import spread_row_counts
 from jkv.decoding.model.steps import Exact, ExactShape
-from jkv.decoding.texts.results import Statistics
+from jkv.decoding.sequences.results import Statistics
 from jkv.integrations.tunix import weights
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool
 from jkv.integrations.tunix.prompts import (
     Repeats,
     Scorer,
-    check_texts,
+    check_sequences,
     find_repeats,
     find_width,
     pad_left,
@@ -140,17 +140,17 @@ class JkvRollout(BaseRollout):
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} not supported; omit them")
         request = read_options(rollout_config, self.eos_id())
-        texts = [self._tokenize(prompt) for prompt in prompts]
-        check_texts(texts)
-        repeats = find_repeats(texts)
-        result = self._continue(texts, repeats, request)
+        sequences = [self._tokenize(prompt) for prompt in prompts]
+        check_sequences(sequences)
+        repeats = find_repeats(sequences)
+        result = self._continue(sequences, repeats, request)
         tokens, logprobs = _cut(result, repeats)
-        width = find_width(texts, request.max_prompt_length)
+        width = find_width(sequences, request.max_prompt_length)
         return RolloutOutput(
             text=[self._tokenizer.decode(row.tolist()) for row in tokens],
             logits=[],
             tokens=tokens,
-            left_padded_prompt_tokens=pad_left(texts, width, self.pad_id()),
+            left_padded_prompt_tokens=pad_left(sequences, width, self.pad_id()),
             logprobs=logprobs if request.wants_logprobs else None,
         )
 
@@ -247,12 +247,12 @@ class JkvRollout(BaseRollout):
         )
 
     def _continue(
-        self, texts: list[list[int]], repeats: Repeats, request: CallOptions
+        self, sequences: list[list[int]], repeats: Repeats, request: CallOptions
     ) -> jkv.Generation:
         """Run the queue and return its result on the host."""
-        width = find_width(texts, request.max_prompt_length)
-        prompts = pad_right([texts[prompt] for prompt in repeats.first], width)
-        running = len(texts)
+        width = find_width(sequences, request.max_prompt_length)
+        prompts = pad_right([sequences[prompt] for prompt in repeats.first], width)
+        running = len(sequences)
         if self._max_running is not None:
             running = min(self._max_running, running)
         shape: dict[str, Any] = dict(exact=self._exact)

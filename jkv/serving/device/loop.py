@@ -1,7 +1,9 @@
 """Device loop: the cache and generation state, replaced by each call."""
 
+import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding import DecodingOptions, DraftModel, Model
+from jkv.decoding import DecodingOptions, Model
 from jkv.logits_processors import LogitsProcessor
 from jkv.prefixes import clear_prefixes
 from jkv.serving.device import programs
@@ -21,8 +23,13 @@ from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError
 from jkv.state import Cache
-from jkv.status import UsageError
+from jkv.status import Status, UsageError
 from jkv.storage.leaves import Placement, put
+from jkv.storage.swapped import Swapped, copy_out
+from jkv.verbs.allocation import free
+from jkv.verbs.branching import truncate
+from jkv.verbs.lookups import next_positions
+from jkv.verbs.swapping import swap_in
 
 Progress = Callable[[str, int, int], object]
 
@@ -40,11 +47,10 @@ class Loop:
         kept: KeptPrograms | None,
     ):
         self.sizes, self.cache = sizes, cache  # newest value, perhaps not computed yet
-        draft = options.speculate if isinstance(options.speculate, DraftModel) else None
-        draft_params = None if draft is None else draft.params
-        self._draft_cache = None if draft is None else draft.cache
         self._given = programs.Given(
-            params, draft_params, options.check().logits_processor
+            params,
+            jax.tree.leaves(options.speculate),
+            options.check().logits_processor,
         )
         static = {"model": model, "sizes": sizes}
         self._model = model
@@ -60,31 +66,21 @@ class Loop:
         self.num_rows = int(cache.metadata.sequences.free_rows.count)
         # Kept to rebuild the arrays after a failed, donating call.
         self._first = _First.of(cache)
-        self._first_draft = None if draft is None else _First.of(draft.cache)
         self._generation: Any = None  # state and sampling
         # i32[], after an exchange and before the next window; otherwise None.
         self.num_free_blocks: jax.Array | None = None
-
-    @property
-    def caches(self) -> list[Cache]:
-        """Newest values of the cache and, if present, the draft model's."""
-        if self._generation is None:
-            return [self.cache]
-        speculation = self._generation[0].speculation
-        draft = speculation and speculation.draft_cache
-        return [self.cache] if draft is None else [self.cache, draft]
 
     @property
     def num_classes(self) -> int:
         """Number of retention classes that requests may use."""
         return self.cache.metadata.num_classes
 
-    def pad(self, text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def pad(self, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Cut a sequence one token after its last full block; pad with -1, i32[P]."""
         size, most = self.block_size.tokens, self.cache.max_context_length
         padded = np.full(most, -1, np.int32)
         # A full context has one more token, without a slot.
-        kept = text[: min((len(text) - 1) // size * size + 1, most)]
+        kept = tokens[: min((len(tokens) - 1) // size * size + 1, most)]
         padded[: len(kept)] = kept
         return padded
 
@@ -124,29 +120,37 @@ class Loop:
 
     def exchange(self, change: Change) -> None:
         """Finish cancelled sequences and enqueue at most K prompts."""
-        state, sampling = self._begun()
-        self.cache, *self._generation, self.num_free_blocks = self._exchange(
-            cache=self.cache,
-            state=state,
-            sampling=sampling,
-            change=change,
-            logits_processor=self._given.logits_processor,
-        )
+        inputs = self._find_exchange_inputs(change)
+        self.cache, *self._generation, self.num_free_blocks = self._exchange(**inputs)
 
     def run(self, num_steps: int) -> WindowReport:
         """Start the next window; the report's arrays are ready when it has run."""
-        state, sampling = self._begun()
+        inputs = self._find_window_inputs(num_steps)
         self.num_free_blocks = None  # the report has the new count
         report: WindowReport
-        self.cache, state, report = self._run_window(
-            given=self._given,
-            cache=self.cache,
-            state=state,
-            sampling=sampling,
-            num_steps=np.int32(num_steps),
-        )
-        self._generation = state, sampling
+        self.cache, state, report = self._run_window(**inputs)
+        self._generation = state, inputs["sampling"]
         return report
+
+    def _find_exchange_inputs(self, change: Change) -> dict[str, Any]:
+        state, sampling = self._begun()
+        return {
+            "cache": self.cache,
+            "state": state,
+            "sampling": sampling,
+            "change": change,
+            "logits_processor": self._given.logits_processor,
+        }
+
+    def _find_window_inputs(self, num_steps: int) -> dict[str, Any]:
+        state, sampling = self._begun()
+        return {
+            "given": self._given,
+            "cache": self.cache,
+            "state": state,
+            "sampling": sampling,
+            "num_steps": np.int32(num_steps),
+        }
 
     def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the logits processor's arrays; shapes and dtypes must match."""
@@ -165,22 +169,89 @@ class Loop:
         self._given = self._given._replace(logits_processor=new)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
-        """Replace the weights; None keeps the draft model's."""
-        old = self._given
-        if draft_params is not None and old.draft_params is None:
+        """Replace the weights; None keeps the drafter's."""
+        old, kept = self._given, self.draft_params
+        if draft_params is not None and kept is None:
             raise UsageError(
-                "draft_params must be None without speculate=DraftModel(...); omit it"
+                "draft_params must be None without a drafter that has params, such as "
+                "speculate=DraftModel(...); omit it"
             )
         new = old._replace(params=replace_weights("params", old.params, params))
         if draft_params is not None:
-            drafting = replace_weights("draft_params", old.draft_params, draft_params)
-            new = new._replace(draft_params=drafting)
+            drafting = replace_weights("draft_params", kept, draft_params)
+            drafter: Any = dataclasses.replace(self._drafter, params=drafting)
+            new = new._replace(drafter=jax.tree.leaves(drafter))
         self._given = new
 
+    @property
+    def draft_params(self) -> Any:
+        """The weights of the drafter, None without any."""
+        return getattr(self._drafter, "params", None)
+
+    @property
+    def _drafter(self) -> Any:
+        """The drafter with its arrays, or None."""
+        sizes = self.sizes.drafter
+        return None if sizes is None else sizes.with_arrays(self._given.drafter)
+
     def digest_weights(self) -> str:
-        """Return a digest of weights, model and `exact`, the same in every process."""
-        exact = self.sizes.config.exact
-        return digest_weights(self._model, self._given.params, exact)
+        """Return a digest of weights, model and `exact`, the same in every process.
+
+        It includes a drafter whose layers are in the cache.
+        """
+        exact, drafter = self.sizes.config.exact, self._drafter
+        model: Any = self._model
+        params = self._given.params
+        if drafter is not None and drafter.groups:
+            model, params = (model, type(drafter).__name__), (params, drafter)
+        return digest_weights(model, params, exact)
+
+    # Rolled sequences, which are swapped out to be parked.
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if finished sequences may keep their rows until they are taken."""
+        return self.sizes.rolls
+
+    def take_out(self, sequence: int, num_tokens: int) -> Swapped | None:
+        """Copy a rolled sequence to the host, with at most `num_tokens` computed.
+
+        It has finished and kept its row, which is freed, or is about to be cancelled.
+        Return None if it has no row, has not rolled, or cannot be shortened.
+        """
+        state, sampling = self._begun()
+        kept, seq_ids = jax.device_get((state.kept.rows, state.seq_ids))
+        is_kept = kept[sequence] >= 0
+        row = int(kept[sequence] if is_kept else seq_ids[sequence])
+        if row < 0:
+            return None
+        length = int(self.cache.metadata.context_lengths[row])
+        num_computed = int(next_positions(self.cache)[row])
+        can_copy = num_computed > length  # it has rolled
+        if can_copy and (excess := num_computed - num_tokens) > 0:
+            self.cache, status = truncate(self.cache, row, length - excess)
+            can_copy = int(status[0]) == Status.OK
+        swapped = copy_out(self.cache, row) if can_copy else None
+        if is_kept:
+            self.cache, _ = free(self.cache, row)
+            left = state.kept.leave(jnp.full((1,), sequence, jnp.int32))
+            self._generation = dataclasses.replace(state, kept=left), sampling
+        return swapped
+
+    def put_in(self, swapped: Swapped) -> int:
+        """Swap a sequence in and return its row; -1 if there is no room."""
+        state, _ = self._begun()
+        if int(state.kept.count_spare(self.cache, state)) < 1:
+            return -1
+        self.cache, entered = swap_in(self.cache, swapped, donate=True)
+        return int(entered.seq_ids[0])
+
+    def free_kept_rows(self) -> None:
+        """Free the rows of sequences without a place; they are recomputed."""
+        if self.keeps_rows and self._generation is not None:
+            state, sampling = self._generation
+            self.cache, state = state.kept.free_all(self.cache, state)
+            self._generation = state, sampling
 
     def forget_cached(self) -> None:
         """Clear the prefix index."""
@@ -198,10 +269,10 @@ class Loop:
         self.num_free_blocks = None
 
     def warm_up(self, progress: Progress | None) -> int:
-        """Compile each program by running it without work; return their number."""
-        nothing = Change(
-            Arrivals.of(self.sizes, []), np.zeros((self.sizes.num_sequences,), bool)
-        )
+        """Compile each program and run it without work; return their number."""
+        none = np.zeros((self.sizes.num_sequences,), bool)
+        parked = none if self.keeps_rows else None
+        nothing = Change(Arrivals.of(self.sizes, []), none, parked)
         programs: dict[str, Callable[[], Any]] = {
             "begin": self._begun,
             "exchange": lambda: self.exchange(nothing),
@@ -211,40 +282,49 @@ class Loop:
             if progress is not None:
                 progress(name, i, len(programs))
             jax.block_until_ready(run())
+            if i == 0:  # the others need the state that `begin` makes
+                self._compile_others(nothing)
         _return_memory()
         if progress is not None:
             progress("done", len(programs), len(programs))
         return len(programs)
 
+    def _compile_others(self, change: Change) -> None:
+        """Compile the programs after `begin` side by side.
+
+        They are traced in this thread, which has the caller's settings. Processes
+        compile one after the other, in the same order.
+        """
+        if jax.process_count() > 1:
+            return
+        lowered = [
+            self._run_window.lower(**self._find_window_inputs(0)),
+            self._exchange.lower(**self._find_exchange_inputs(change)),
+        ]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(lambda each: each and each.compile(), lowered))
+
     def start_again(self) -> None:
         """Rebuild an empty generation and cache; raise if it had foreign sequences."""
-        first, first_draft = self._first, self._first_draft
-        if first.is_shared or (first_draft is not None and first_draft.is_shared):
+        first = self._first
+        if first.is_shared:
             raise EngineError(
                 "a step failed, and the donated cache had open sequences of its "
                 "previous owner; create a new engine with a new cache"
             )
         # Free the old pools before allocating new ones.
-        self._generation, self.cache, self._draft_cache = None, first.shapes, None
+        self._generation, self.cache = None, first.shapes
         self.num_free_blocks = None
         self.cache = first.make_anew()
-        if first_draft is not None:
-            self._draft_cache = first_draft.make_anew()
 
     @property
     def _beginning(self) -> dict[str, Any]:
-        return {
-            "given": self._given,
-            "cache": self.cache,
-            "draft_cache": self._draft_cache,
-        }
+        return {"given": self._given, "cache": self.cache}
 
     def _begun(self) -> Any:
         if self._generation is None:
             _check_owned("cache", self.cache)
-            _check_owned("speculate.cache", self._draft_cache)
             self._generation = self._begin(**self._beginning)
-            self._draft_cache = None  # donated
         return self._generation
 
 
@@ -260,6 +340,13 @@ class BoundProgram:
         if self._kept is None:
             return self._program(**self._static, **dynamic)
         return self._find(self._kept, dynamic)(**dynamic)
+
+    def lower(self, **dynamic: Any) -> jax.stages.Lowered | None:
+        """Lower the program, so that a call finds it compiled; None if it is kept."""
+        if self._kept is not None:
+            return None
+        lowered: jax.stages.Lowered = self._program.lower(**self._static, **dynamic)
+        return lowered
 
     def find_shapes(self, **dynamic: Any) -> Any:
         if self._kept is None:

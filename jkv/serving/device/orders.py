@@ -81,7 +81,7 @@ class Orders:
 
 def pack_window(changes: Sequence[Change], num_steps: int) -> np.ndarray:
     parts = [np.array([num_steps, len(changes)], np.int32)]
-    for arrivals, cancelled in changes:
+    for arrivals, cancelled, _ in changes:
         count = int(np.count_nonzero(arrivals.indices >= 0))  # the first lanes
         longest = int(np.count_nonzero(arrivals.tokens >= 0, axis=1).max(initial=0))
         (ended,) = np.nonzero(cancelled)

@@ -5,7 +5,6 @@ order, as JAX requires. The first sends a command before each call, with the pro
 host inputs. Reports are replicated, and only the first process reads them.
 """
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding import DecodingOptions, DraftModel, Model
+from jkv.decoding import DecodingOptions, Model
 from jkv.inspection import check
 from jkv.logits_processors import LogitsProcessor
 from jkv.serving.device.loop import Loop, Progress
@@ -22,7 +21,8 @@ from jkv.serving.device.orders import Order, Orders, pack_window, unpack_window
 from jkv.serving.device.programs import Change, EngineSizes, WindowReport
 from jkv.serving.device.weights import check_weights
 from jkv.serving.request.request import EngineError
-from jkv.sharding.processes import Broadcast, find_shared_mesh, is_shared, replicate
+from jkv.sharding.processes import Broadcast, replicate
+from jkv.sharding.storage_sharding import find_shared_mesh, is_shared
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.leaves import put
@@ -49,12 +49,10 @@ class SharedLoop(Loop):
         mesh = find_shared_mesh(cache)
         assert mesh is not None, "a cache on devices of several processes"
         self._mesh, self._checks = mesh, checks
-        params, speculate = self._spread(params), options.speculate
-        if isinstance(speculate, DraftModel):
-            draft_params = self._spread(speculate.params)
-            speculate = dataclasses.replace(speculate, params=draft_params)
+        params = self._spread(params)
         options = DecodingOptions(
-            logits_processor=self._spread(options.logits_processor), speculate=speculate
+            logits_processor=self._spread(options.logits_processor),
+            speculate=self._spread(options.speculate),
         )
         super().__init__(model, params, cache, sizes, options, None)
         # Arrays of the last call, ready when it has run; None: unknown.
@@ -66,7 +64,7 @@ class SharedLoop(Loop):
                 "params": _describe(params),
                 "cache": _describe(cache),
                 "logits_processor": _describe(options.logits_processor),
-                "speculate": _describe(options.speculate),
+                "speculate": _describe_drafter(options.speculate),
                 "checks": repr(checks),
                 "one of the sizes": repr(sizes),
             },
@@ -74,6 +72,11 @@ class SharedLoop(Loop):
         self._orders = Orders(broadcast)
         self._orders.warm_up()
         self.leads, self.is_followed = broadcast.is_first, broadcast.is_first
+
+    @property
+    def keeps_rows(self) -> bool:
+        """False: nothing can be parked."""
+        return False
 
     def start_window(
         self, changes: Sequence[Change], num_steps: int
@@ -101,12 +104,12 @@ class SharedLoop(Loop):
         held in full by this process are broadcast one at a time.
         """
         new = {"params": params, "draft_params": draft_params}
-        old = {"params": self._given.params, "draft_params": self._given.draft_params}
+        old = {"params": self._given.params, "draft_params": self.draft_params}
         for name, each in new.items():
             if each is not None and old[name] is not None:
                 check_weights(name, old[name], each)
         has_draft = draft_params is not None
-        if has_draft and self._given.draft_params is None:
+        if has_draft and self.draft_params is None:
             super().replace_params(params, draft_params)  # raises
         is_on_mesh = any(map(is_shared, jax.tree.leaves(new)))
         self._send(Order.REPLACE_PARAMS, np.array([has_draft, is_on_mesh], np.int32))
@@ -162,8 +165,8 @@ class SharedLoop(Loop):
         match order:
             case Order.WINDOW:
                 self._start(*unpack_window(self.sizes, words))
-                for cache in self.caches if self._checks else ():
-                    check(cache)
+                if self._checks:
+                    check(self.cache)
             case Order.WARM_UP:
                 super().warm_up(None)
             case Order.FORGET_CACHED:
@@ -173,9 +176,8 @@ class SharedLoop(Loop):
             case Order.REPLACE_PARAMS:
                 has_draft, is_on_mesh = words.tolist()
                 if not is_on_mesh:
-                    given = self._given
-                    old = given.params, given.draft_params if has_draft else None
-                    new = self._share(old)
+                    drafting = self.draft_params if has_draft else None
+                    new = self._share((self._given.params, drafting))
                 elif find_params is None:
                     raise EngineError(
                         "find_params is required, since the new weights are sharded "
@@ -244,6 +246,12 @@ class SharedLoop(Loop):
 
 def _describe(arrays: Any) -> str:
     return repr([(each.shape, each.dtype) for each in jax.tree.leaves(arrays)])
+
+
+def _describe_drafter(drafter: Any) -> str:
+    """Describe a drafter by its type, its number of draft tokens and its arrays."""
+    name, count = type(drafter).__name__, getattr(drafter, "num_tokens", 0)
+    return f"{name} {count} {_describe(drafter)}"
 
 
 def _check_alike(broadcast: Broadcast, described: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ sequence in a window.
 import dataclasses
 import functools
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,12 +24,11 @@ import numpy as np
 from jkv import decoding
 from jkv.decoding import (
     DecodingOptions,
-    DraftModel,
+    Drafter,
     FinishReason,
     GenerationConfig,
     GenerationState,
     Model,
-    PromptLookup,
     Prompts,
     Sampling,
     Statistics,
@@ -49,13 +49,32 @@ from jkv.state import Cache
 NUM_LANES = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftSizes:
-    """Static options of a `DraftModel`, without its arrays."""
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
-    model: Model = dataclasses.field(repr=False)  # its repr may differ between runs
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSizes:
+    """A drafter without its arrays, as a static argument of the programs.
+
+    A program's file must not contain its functions, so the arrays alone are arguments.
+    """
+
     num_tokens: int
-    cost: float
+    # Inputs of the program, the same in each run.
+    description: str
+    structure: jax.tree_util.PyTreeDef = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "DrafterSizes":
+        structure = jax.tree.structure(drafter)
+        # The repr of a model has an address.
+        description = _ADDRESS.sub("", str(structure))
+        return cls(drafter.num_tokens, description, structure)
+
+    def with_arrays(self, arrays: list[Any]) -> Drafter:
+        """Return the drafter with its arrays."""
+        drafter: Drafter = jax.tree.unflatten(self.structure, arrays)
+        return drafter
 
 
 class EngineSizes(NamedTuple):
@@ -67,7 +86,7 @@ class EngineSizes(NamedTuple):
     num_steps: int  # S
     num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
-    speculate: PromptLookup | DraftSizes | None
+    drafter: DrafterSizes | None
     max_span: int  # tokens of a span; 0: causal prompts only
     cacheable_spans: bool
     extra_ids: int  # ids past the vocabulary that prompts may have
@@ -83,6 +102,11 @@ class EngineSizes(NamedTuple):
         return self.config.max_running
 
     @property
+    def rolls(self) -> bool:
+        """True if full contexts drop tokens."""
+        return self.config.roll is not None
+
+    @property
     def max_rows(self) -> int:
         """Rows of the largest step."""
         exact, row_counts = self.config.exact_shape, self.config.row_counts
@@ -94,8 +118,8 @@ class EngineSizes(NamedTuple):
     @property
     def max_window_tokens(self) -> int:
         """Largest number of new tokens of a sequence in a window, U."""
-        speculate = 0 if self.speculate is None else self.speculate.num_tokens
-        return min(self.num_steps * (1 + speculate), self.config.max_new_tokens)
+        drafted = 0 if self.drafter is None else self.drafter.num_tokens
+        return min(self.num_steps * (1 + drafted), self.config.max_new_tokens)
 
 
 def find_sizes(
@@ -105,7 +129,7 @@ def find_sizes(
     max_prompt_tokens: int,
     num_steps: int,
     stop_sizes: StopSizes,
-    speculate: PromptLookup | DraftModel | None,
+    speculate: Drafter | None,
     max_span: int,
     cacheable_spans: bool,
     extra_ids: int,
@@ -135,11 +159,7 @@ def find_sizes(
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,
-        speculate=(
-            DraftSizes(speculate.model, speculate.num_tokens, speculate.cost)
-            if isinstance(speculate, DraftModel)
-            else speculate
-        ),
+        drafter=None if speculate is None else DrafterSizes.of(speculate),
         max_span=max_span,
         cacheable_spans=cacheable_spans,
         extra_ids=extra_ids,
@@ -167,6 +187,7 @@ class Arrivals(NamedTuple):
     variants: np.ndarray[Any, Any]  # i32[K], variant of the logits processor
     sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
     spans: np.ndarray[Any, Any] | None  # i32[K, P], end of each token's span, or -1
+    rows: np.ndarray[Any, Any] | None  # i32[K], open cache rows to continue, or -1
 
     @classmethod
     def of(
@@ -196,6 +217,7 @@ class Arrivals(NamedTuple):
                 for name, dtype in Sampling.dtypes.items()
             },
             spans=filled(-1, sizes.max_prompt_tokens) if sizes.max_span else None,
+            rows=filled(-1) if sizes.rolls else None,
         )
         for lane, (state, first) in enumerate(dispatched):
             arrivals._put(lane, state, first, samples)
@@ -213,6 +235,8 @@ class Arrivals(NamedTuple):
                 self.stop_sequences[lane, i, : len(sequence)] = sequence
         if self.spans is not None and request.spans is not None:
             self.spans[lane, : len(request.spans)] = request.spans
+        if self.rows is not None:
+            self.rows[lane] = state.samples[first].row
         self.num_samples[lane] = count
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority
@@ -227,6 +251,8 @@ class Change(NamedTuple):
 
     arrivals: Arrivals
     cancelled: np.ndarray[Any, Any]  # bool[N]
+    # bool[N], sequences whose row is kept when they finish; None if they do not roll.
+    parked: np.ndarray[Any, Any] | None = None
 
 
 def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] | None:
@@ -275,16 +301,15 @@ class Given(NamedTuple):
     """Inputs of each window that it does not change."""
 
     params: Any
-    draft_params: Any  # None without a draft model
+    drafter: list[Any]  # its arrays, none without a drafter
     logits_processor: LogitsProcessor | None
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="draft_cache")
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def begin_empty(
     model: Model,
     given: Given,
     cache: Cache,
-    draft_cache: Cache | None,
     *,
     sizes: EngineSizes,
 ) -> tuple[GenerationState, Sampling]:
@@ -292,17 +317,17 @@ def begin_empty(
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
     options = DecodingOptions(
         logits_processor=given.logits_processor,
-        speculate=_restore_speculation(sizes, given, draft_cache),
+        speculate=_restore_drafter(sizes, given),
     )
     # The barrier prevents constant folding, which takes half a minute of compilation
     # for 128 prompts of up to 8,192 tokens.
-    texts = jax.lax.optimization_barrier(jnp.full(empty, -1, jnp.int32))
+    rows = jax.lax.optimization_barrier(jnp.full(empty, -1, jnp.int32))
     prompts = Prompts.of(
-        texts,
+        rows,
         stop_tokens=jnp.full((sizes.num_prompts, stops.tokens), -1, jnp.int32),
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
         variants=NO_VARIANT,
-        spans=texts if sizes.max_span else None,
+        spans=rows if sizes.max_span else None,
         cacheable_spans=sizes.cacheable_spans,
         max_span=sizes.max_span or None,
         extra_ids=sizes.extra_ids,
@@ -315,6 +340,8 @@ def begin_empty(
         generation_config=sizes.config,
         options=options,
     )
+    if sizes.rolls:
+        state = state.keeping_rows()
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
         for name, dtype in Sampling.dtypes.items()
@@ -333,6 +360,11 @@ def exchange(
     """Cancel sequences, then enqueue prompts: an index may be free only after that."""
     arrivals = change.arrivals
     cache, state = decoding.cancel(cache, state, jnp.asarray(change.cancelled))
+    # Only now, as a cancelled sequence may keep its row under an index used again.
+    if state.kept is not None and arrivals.rows is not None:
+        cache, state = state.kept.exchange(
+            cache, state, arrivals.indices, arrivals.rows, change.parked
+        )
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
     spans = state.prompts.spans
     state = decoding.add_prompts(
@@ -382,10 +414,8 @@ def run_window(
     # Restarting the counters each window keeps them within 32 bits.
     result = state.result._replace(statistics=Statistics.zeros())
     state = dataclasses.replace(state, result=result)
-    speculation = state.speculation
-    draft_cache = None if speculation is None else speculation.draft_cache
-    speculate = _restore_speculation(sizes, given, draft_cache)
-    options = DecodingOptions(sampling, given.logits_processor, speculate)
+    drafter = _restore_drafter(sizes, given)
+    options = DecodingOptions(sampling, given.logits_processor, drafter)
     cache, state = decoding.decode(
         model, given.params, cache, state, num_steps=num_steps, options=options
     )
@@ -420,12 +450,6 @@ def _sum_free_blocks(cache: Cache) -> jax.Array:
     return functools.reduce(operator.add, counts)
 
 
-def _restore_speculation(
-    sizes: EngineSizes, given: Given, cache: Cache | None
-) -> PromptLookup | DraftModel | None:
-    """Rebuild the speculation options with the draft model's arrays."""
-    speculate = sizes.speculate
-    if not isinstance(speculate, DraftSizes):
-        return speculate
-    assert cache is not None
-    return DraftModel(**vars(speculate), params=given.draft_params, cache=cache)
+def _restore_drafter(sizes: EngineSizes, given: Given) -> Drafter | None:
+    """Return the drafter with its arrays, None without one."""
+    return None if sizes.drafter is None else sizes.drafter.with_arrays(given.drafter)

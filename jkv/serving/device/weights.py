@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.sharding.processes import is_shared
+from jkv.sharding.storage_sharding import is_shared
 from jkv.status import UsageError
 from jkv.storage.leaves import put
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jkv.arguments import I32
 from jkv.decoding import DecodingOptions, FinishReason, Sampling, spread_seeds
-from jkv.metadata.requests import I32, Integers, Texts, as_salts
+from jkv.metadata.requests import IntegerRows, Integers, as_salts
 from jkv.serving.request.request import (
     NO_VARIANT,
     CheckedRequest,
@@ -216,7 +217,7 @@ def check_request(
 
 
 def split_batch(
-    prompts: Texts,  # i32[B, P], padded with -1, or a list of lists
+    prompts: IntegerRows,  # i32[B, P], padded with -1, or a list of lists
     limits: Integers | None,  # i32[B]; None is no limit
     salts: Integers,  # i32[B] or int
     fields: RequestFields,  # common options; each field of sampling one number or B * n

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
+from jkv.arguments import I32
 from jkv.decoding import FinishReason, Sampling
-from jkv.metadata.requests import I32, Integers
+from jkv.metadata.requests import Integers
 from jkv.serving.request.texts import TextStream
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
 
-MOST_TEXTS = 2**16  # remembered string salts; a forgotten one gets a new number
+MOST_STRING_SALTS = 2**16  # remembered string salts; a forgotten one gets a new number
 
 # Client of a request; None is the common client of requests without one.
 Client = str | int | None
@@ -159,9 +160,9 @@ class SaltNumbers:
           ValueError: for negative ints, as 32 bits, beside strings.
         """
         with self._lock:
-            has_texts = bool(self._numbers) or isinstance(salt, str)
+            has_strings = bool(self._numbers) or isinstance(salt, str)
             has_negative = self._has_negative or (isinstance(salt, int) and salt < 0)
-            if has_negative and has_texts:
+            if has_negative and has_strings:
                 raise ValueError(
                     "salt must be a str or an int from 0 to 2**31 - 1 if any request "
                     f"has a str, got {salt!r:.60}"
@@ -180,7 +181,7 @@ class SaltNumbers:
                     )
                 self._numbers[name], self._names[self._next] = self._next, name
                 self._next -= 1
-                if len(self._numbers) > MOST_TEXTS:
+                if len(self._numbers) > MOST_STRING_SALTS:
                     _, oldest = self._numbers.popitem(last=False)
                     del self._names[oldest]
             self._numbers.move_to_end(name)
@@ -236,6 +237,7 @@ class Sample:
     stage: RequestStatus = RequestStatus.WAITING  # one of the first three
     newest: float | None = None  # time when its newest tokens were read
     cached_tokens: int = 0  # prompt tokens hit in the prefix cache
+    row: int = -1  # cache row to continue, swapped in for a resumed request
 
     @property
     def has_ended(self) -> bool:
@@ -310,7 +312,7 @@ class RequestState:
             Sample(request_id, index, stream) for index in range(self.request.n)
         ]
 
-    def text_of(self, sample: Sample) -> np.ndarray[Any, Any]:
+    def tokens_of(self, sample: Sample) -> np.ndarray[Any, Any]:
         """Return the prompt and the new tokens of a sample, i32[...]."""
         return np.concatenate([self.request.tokens, np.array(sample.tokens, np.int32)])
 

@@ -172,14 +172,14 @@ class Measures:
         self.generated_tokens = self.num_windows = self.free_blocks = 0
         self.peak_blocks = self.empty_slots = 0
         self.first_token, self.next_token = Timer(), Timer()
-        self._counts = dict.fromkeys(Statistics._fields, 0)
+        self._counts = Statistics.zeros().to_host()
         self.generated = Rate()  # tokens given to requests
         self.begun = Rate()  # admitted prompts
 
     def add_window(self, counts: Statistics, num_tokens: int, now: float) -> None:
         """Add a window's device counters and its number of delivered tokens."""
-        for name, count in counts._asdict().items():
-            self._counts[name] += int(count)
+        for name, count in counts.to_host().items():
+            self._counts[name] += count
         if counts.peak_blocks > self.peak_blocks:
             self.peak_blocks = int(counts.peak_blocks)
             self.empty_slots = int(counts.empty_slots)

@@ -9,6 +9,10 @@ The copies go to the engine's store, or else to a store of their own, from which
 resumed sequences are restored. Caches whose layers all have sliding windows have no
 copies on the host (`jkv.tiers`).
 
+A rolled sequence has dropped tokens, so no prefix of it can be cached: it is swapped
+out to the host as it is, within the same bytes, and swapped in when it is resumed. If
+its copy is lost, all of its tokens are recomputed, and drop the same ones.
+
 Threads add, take and drop parked sequences under the engine's lock; the thread that
 runs the steps does the work on the device between two windows.
 """
@@ -25,7 +29,8 @@ from jkv.prefixes import evict_cached, match
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.request import RequestState, RequestStatus, Sample
 from jkv.serving.scheduler.retention import Keeping, NoOffloading, Offloading
-from jkv.tiers import BlockStore, copy_prefix, count_blank, has_texts, restore
+from jkv.storage.swapped import Swapped
+from jkv.tiers import BlockStore, copy_prefix, count_blank, restore, stores_tokens
 
 UNLIMITED = 2**62  # bytes
 
@@ -35,10 +40,11 @@ class Parked:
     """A parked sequence."""
 
     number: tuple[int, int]  # request number and sample index
-    text: np.ndarray  # i32[P]
+    tokens: np.ndarray  # i32[P]
     salt: int
     spans: np.ndarray | None  # i32[P], end of each token's span; None: causal
     since: float  # time of parking
+    sequence: int  # index on the device if it may have kept its row; -1: it has not
     is_new: bool = True  # True before the first `settle`
     is_copied: bool = False  # True if its blocks were copied to the host
     is_over: bool = False  # True if dropped
@@ -50,7 +56,7 @@ class Parked:
         """Return the spans of the sequence and of `num_tokens` that follow it."""
         if self.spans is None and more is None:
             return None
-        ends = np.full(len(self.text) + num_tokens, -1, np.int32)
+        ends = np.full(len(self.tokens) + num_tokens, -1, np.int32)
         if self.spans is not None:
             ends[: len(self.spans)] = self.spans
         if more is not None:
@@ -60,7 +66,9 @@ class Parked:
                     f"spans must have an end for each of {num_tokens} tokens, got "
                     f"shape {list(given.shape)}"
                 )
-            ends[len(self.text) :] = np.where(given >= 0, given + len(self.text), -1)
+            ends[len(self.tokens) :] = np.where(
+                given >= 0, given + len(self.tokens), -1
+            )
         return ends
 
     @property
@@ -93,34 +101,40 @@ class Parking:
         self._loop, self._keeping, self._lock = loop, keeping, lock
         self._seconds, self._clock = seconds, clock
         self._storing = offloading if isinstance(offloading, Offloading) else None
-        self._own = BlockStore(UNLIMITED if max_bytes is None else max_bytes)
+        self._max_bytes = UNLIMITED if max_bytes is None else max_bytes
+        self._own = BlockStore(self._max_bytes)
+        self._swapped: dict[Parked, Swapped] = {}  # rolled ones, oldest first
         # Ordered by time of parking; a dict as an ordered set.
-        self._texts: dict[Parked, None] = {}
+        self._parked: dict[Parked, None] = {}
         self._by_number: dict[tuple[int, int], Parked] = {}
 
     def __bool__(self) -> bool:
         """True if there is a sequence to settle, including resumed and dropped ones."""
-        return bool(self._texts)
+        return bool(self._parked)
 
     @property
     def has_changes(self) -> bool:
         """True if a parked or dropped sequence has not been settled."""
-        return any(each.is_over or each.is_new for each in list(self._texts))
+        return any(each.is_over or each.is_new for each in list(self._parked))
 
-    def add(self, state: RequestState, sample: Sample) -> None:
-        """Park a finished sequence, replacing an earlier one of the same number."""
+    def add(self, state: RequestState, sample: Sample, sequence: int = -1) -> None:
+        """Park a finished sequence, replacing an earlier one of the same number.
+
+        `sequence` is its index on the device if it was marked before it finished.
+        """
         number = state.request_id, sample.index
         self._give_up(self._by_number.get(number))
-        text = state.text_of(sample)
+        tokens = state.tokens_of(sample)
         request = state.request
         parked = Parked(
             number=number,
-            text=text,
+            tokens=tokens,
             salt=request.salt,
             spans=request.spans,
             since=self._clock(),
+            sequence=sequence,
         )
-        self._texts[parked] = None
+        self._parked[parked] = None
         self._by_number[number] = parked
 
     def take(self, request_id: int, sample: int) -> Parked:
@@ -163,11 +177,11 @@ class Parking:
         return {
             "parked": len(self._by_number),
             "parked_blocks": sum(
-                sum(self._count_blocks(len(each.text)))
-                for each in list(self._texts)
+                sum(self._count_blocks(len(each.tokens)))
+                for each in list(self._parked)
                 if not (each.is_copied or each.is_over)
             ),
-            "parked_bytes": self._own.nbytes,
+            "parked_bytes": self._own.nbytes + self._swapped_bytes,
         }
 
     # Between two windows.
@@ -175,56 +189,94 @@ class Parking:
     def settle(
         self,
         lengths: list[int],  # bounds of device sequences after the window
-        dispatched: list[RequestState],  # requests to be enqueued there
+        dispatched: list[tuple[RequestState, int]],  # to be enqueued, as by `Queue`
     ) -> None:
         """Keep, copy and restore blocks before the next window."""
-        for parked in list(self._texts):
+        for parked in list(self._parked):
             if parked.is_over or parked.has_begun:
-                self._own.discard(parked.text, parked.salt)
-                del self._texts[parked]
-            elif parked.is_new:
-                parked.is_new = False
-                self._keeping.keep_now(parked.text, parked.salt, self._seconds)
-            elif parked.resumed_by is not None and parked.resumed_by in dispatched:
-                self._restore(parked)
+                self._own.discard(parked.tokens, parked.salt)
+                self._swapped.pop(parked, None)
+                del self._parked[parked]
+                continue
+            is_new, parked.is_new = parked.is_new, False
+            if is_new and not self._swap_out(parked):
+                self._keeping.keep_now(parked.tokens, parked.salt, self._seconds)
+                continue
+            for state, first in dispatched:
+                if state is parked.resumed_by:
+                    self._restore(parked, state.samples[first])
         due = self._clock() - self._seconds
-        waiting = [each for each in list(self._texts) if each.resumed_by is None]
+        waiting = [each for each in list(self._parked) if each.resumed_by is None]
         for parked in waiting:  # oldest first
             if not parked.is_copied and (
                 parked.since <= due or not self._has_room(lengths)
             ):
                 self._copy(parked)
+        self._own.max_bytes = self._max_bytes - self._swapped_bytes
 
     def forget_blocks(self) -> None:
         """Drop the copies, which belong to older weights; keep the tokens."""
         self._own.clear()
+        self._swapped.clear()
+        self._loop.free_kept_rows()
+
+    def forget_rows(self) -> None:
+        """Recompute the sequences that have ended and are not copied yet."""
+        for parked in self._parked:
+            parked.sequence = -1
+
+    @property
+    def _swapped_bytes(self) -> int:
+        return sum(each.nbytes for each in self._swapped.values())
+
+    def _swap_out(self, parked: Parked) -> bool:
+        """Swap out a sequence that has rolled; return True if it is on the host.
+
+        Rolled sequences come before copies of cached blocks, since recomputing one
+        costs its whole history.
+        """
+        if parked.sequence < 0:
+            return False
+        # The newest token is computed when the sequence is resumed.
+        swapped = self._loop.take_out(parked.sequence, len(parked.tokens) - 1)
+        if swapped is None or swapped.nbytes > self._max_bytes:
+            return False
+        self._swapped[parked] = swapped
+        while self._swapped_bytes > self._max_bytes:
+            del self._swapped[next(iter(self._swapped))]
+        parked.is_copied = True
+        return True
 
     def _copy(self, parked: Parked) -> None:
         """Copy a sequence's cached blocks to the host."""
         parked.is_copied = True
         if self._storing is not None:
-            self._storing.copy(parked.text, parked.salt)
-        elif has_texts(self._loop.cache):
-            found = copy_prefix(self._loop.cache, parked.text, parked.salt)
+            self._storing.copy(parked.tokens, parked.salt)
+        elif stores_tokens(self._loop.cache):
+            found = copy_prefix(self._loop.cache, parked.tokens, parked.salt)
             self._own.put(found)
 
-    def _restore(self, parked: Parked) -> None:
+    def _restore(self, parked: Parked, sample: Sample) -> None:
         """Restore a resuming sequence's blocks; the engine's store does it itself."""
-        held, cache = self._own.count(parked.text, parked.salt), self._loop.cache
+        swapped = self._swapped.get(parked)
+        if swapped is not None:
+            sample.row = self._loop.put_in(swapped)
+            return
+        held, cache = self._own.count(parked.tokens, parked.salt), self._loop.cache
         if held <= (known := self._match(parked)):
             return
         lacking = (held - known) // cache.block_size - int(count_blank(cache.metadata))
         if cache.metadata.block_numbers and lacking > 0:
             self._loop.cache = evict_cached(cache, lacking)
             known = self._match(parked)  # the eviction may have removed some
-        found = self._own.find(parked.text, parked.salt, skip=known)
+        found = self._own.find(parked.tokens, parked.salt, skip=known)
         if found is not None:
             self._loop.cache, _ = restore(self._loop.cache, found, donate=True)
 
     def _match(self, parked: Parked) -> int:
         """Return the number of a sequence's tokens in the cache."""
-        text = self._loop.pad(parked.text)[None]
-        return int(match(self._loop.cache, text, parked.salt)[0])
+        tokens = self._loop.pad(parked.tokens)[None]
+        return int(match(self._loop.cache, tokens, parked.salt)[0])
 
     def _has_room(self, lengths: list[int]) -> bool:
         """True if the pool has the blocks of requests and of parked sequences.
@@ -235,7 +287,7 @@ class Parking:
         sizes = self._loop.sizes
         most = sizes.max_running + (sizes.config.num_samples > 1)
         longest = sorted(lengths, reverse=True)[:most]
-        kept = [len(each.text) for each in list(self._texts) if not each.is_copied]
+        kept = [len(each.tokens) for each in list(self._parked) if not each.is_copied]
         needs = [self._count_blocks(length) for length in (*longest, *kept)]
         return not kept or all(
             sum(of_group) <= num_blocks

@@ -44,6 +44,7 @@ class Queue:
         # The unfinished sample of each sequence of the generation.
         self._computed: list[Sample | None] = [None] * (num_prompts * num_samples)
         self._cancelled = np.zeros(num_prompts * num_samples, bool)
+        self._is_marked = False  # True if `is_parked` of a request has changed
 
     @property
     def num_waiting(self) -> int:
@@ -51,8 +52,9 @@ class Queue:
 
     @property
     def has_changes(self) -> bool:
-        """True if requests are to be enqueued or cancelled on the device."""
-        return bool(self._cancelled.any() or (self.num_waiting and self._free))
+        """True if requests are to be enqueued, cancelled or marked on the device."""
+        dispatches = self.num_waiting and self._free
+        return bool(self._is_marked or self._cancelled.any() or dispatches)
 
     @property
     def has_work(self) -> bool:
@@ -96,6 +98,19 @@ class Queue:
         """Return the sequences to cancel on the device, bool[N], and reset them."""
         taken, self._cancelled = self._cancelled, np.zeros_like(self._cancelled)
         return taken
+
+    def mark(self) -> None:
+        """Note that requests are parked, or no longer."""
+        self._is_marked = True
+
+    def take_parked(self) -> np.ndarray[Any, Any]:
+        """Return the sequences of requests to be parked, bool[N]."""
+        self._is_marked = False
+        samples = self._computed
+        marks = [
+            s is not None and self.requests[s.request_id].is_parked for s in samples
+        ]
+        return np.array(marks, bool)
 
     def find_begun(self) -> list[list[Sample]]:
         """Return the samples on the device, in groups that share a prompt."""

@@ -32,7 +32,7 @@ from jkv.tiers import (
     Layout,
     Names,
     Spilled,
-    check_has_texts,
+    check_stores_tokens,
     copy_prefix,
     count_blank,
     count_next,
@@ -62,19 +62,19 @@ class Keeping:
 
     def add(self, state: RequestState, sample: Sample) -> None:
         """Schedule a finished sequence for retention."""
-        text, until = state.text_of(sample), FOREVER
+        tokens, until = state.tokens_of(sample), FOREVER
         if state.request.keep_seconds is not None:
             until = math.ceil(min(self._now + state.request.keep_seconds, FOREVER))
             self._due.add(until)
-        self._new.append((text, state.request.salt, state.request.keep, until))
+        self._new.append((tokens, state.request.salt, state.request.keep, until))
 
-    def keep_now(self, text: np.ndarray, salt: int, seconds: float) -> None:
+    def keep_now(self, tokens: np.ndarray, salt: int, seconds: float) -> None:
         """Raise a sequence's cached blocks to the highest class for some seconds."""
         highest = self._loop.num_classes - 1
         until = math.ceil(min(self._now + seconds, FOREVER))
         if highest and until < FOREVER:
             self._due.add(until)
-        self._keep(text, salt, highest, until)
+        self._keep(tokens, salt, highest, until)
 
     def check_times(self, found: Spilled) -> Spilled:
         """Return restored blocks with their classes lowered where expired."""
@@ -92,8 +92,8 @@ class Keeping:
         self._due -= due
 
         def settle() -> None:
-            for text, salt, keep, until in new:
-                self._keep(text, salt, keep, until)
+            for tokens, salt, keep, until in new:
+                self._keep(tokens, salt, keep, until)
             if due:
                 self._loop.cache = demote(self._loop.cache, now)
 
@@ -109,25 +109,25 @@ class Keeping:
     def _now(self) -> float:
         return self._start + self._clock()
 
-    def _keep(self, text: np.ndarray, salt: int, keep: int, until: int) -> None:
-        self._loop.cache = keep_text(
+    def _keep(self, tokens: np.ndarray, salt: int, keep: int, until: int) -> None:
+        self._loop.cache = keep_sequence(
             self._loop.cache,
-            self._loop.pad(text)[None],
+            self._loop.pad(tokens)[None],
             np.full((1,), salt, np.int32),
             Keep(np.full((1,), keep, np.int32), np.full((1,), until, np.uint32)),
         )
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def keep_text(
+def keep_sequence(
     cache: Cache,
-    texts: jax.Array,  # i32[1, P], padded with -1; the last token never hits
+    tokens: jax.Array,  # i32[1, P], padded with -1; the last token never hits
     salts: jax.Array,  # i32[1], its cache salt
     keep: Keep,  # its class and expiry, [1]
 ) -> Cache:
     """Raise the class of a sequence's cached blocks, and mark them as just used."""
     metadata = cache.metadata
-    found = metadata.index.find(metadata, texts, salts)
+    found = metadata.index.find(metadata, tokens, salts)
     for number in metadata.block_numbers:
         block = found.groups[number].blocks[0, ::-1]  # children are evicted first
         metadata = allocator.renew(metadata, number, block, keep)
@@ -198,7 +198,7 @@ class Offloading:
             raise UsageError(
                 "store is not supported on a mesh of several processes; omit it"
             )
-        check_has_texts(loop.cache)
+        check_stores_tokens(loop.cache)
         if not 0 < share <= 1:
             raise UsageError(f"store_share must be > 0 and <= 1, got {share}")
         store.belong(Layout.of(loop.cache))
@@ -206,7 +206,7 @@ class Offloading:
         version = version or store.version or loop.digest_weights()
         self._names = Names(version, salt_numbers.name)
         sizes = [*loop.num_blocks]
-        if num_places := loop.cache.metadata.index.num_places:
+        if num_places := loop.cache.metadata.index.num_snapshots:
             sizes.append(num_places)
         self._reserve = [max(int(size * share), 1) for size in sizes]
         # Number of cached blocks to spill, counted before the window in progress.
@@ -256,9 +256,9 @@ class Offloading:
         self._spill(0)
         self._loop.cache = warm_up(self._loop.cache, 2 * BLOCKS_PER_SPILL)
 
-    def copy(self, text: np.ndarray, salt: int) -> None:
+    def copy(self, tokens: np.ndarray, salt: int) -> None:
         """Copy the cached blocks of a sequence to the store."""
-        self._store.put(copy_prefix(self._loop.cache, text, salt), names=self._names)
+        self._store.put(copy_prefix(self._loop.cache, tokens, salt), names=self._names)
 
     def leave(self) -> None:
         """Spill all cached blocks."""

@@ -19,12 +19,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jkv.decoding import FinishReason
 from jkv.inspection import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
-from jkv.serving.device.programs import Arrivals, Change, WindowReport
+from jkv.serving.device.programs import (
+    Arrivals,
+    Change,
+    EngineSizes,
+    WindowReport,
+)
 from jkv.serving.request.request import (
     CheckedRequest,
     Client,
@@ -91,6 +97,10 @@ class Versions:
         for sample in samples:
             sample.oldest_version = self.oldest_found
 
+    def may_find(self, sample: Sample) -> bool:
+        """Return True if all of a sample's blocks are as new as cached ones."""
+        return sample.oldest_version >= self.oldest_found
+
 
 def has_begun(sharing: list[Sample]) -> bool:
     """Return True if samples of one prompt can hold a block.
@@ -142,6 +152,19 @@ class _Window(NamedTuple):
     report: WindowReport
     started: float
     version: int  # of the weights at its start
+
+
+class _Change(NamedTuple):
+    """Requests to enqueue on the device, and marks of its sequences."""
+
+    enqueued: list[tuple[RequestState, int]]  # as by `Queue.dispatch`
+    cancelled: np.ndarray[Any, Any]  # bool[N]
+    parked: np.ndarray[Any, Any] | None  # bool[N], as in `Change`
+
+    def for_device(self, sizes: EngineSizes) -> Change:
+        """Return the arrays; resumed requests have their cache rows by now."""
+        arrivals = Arrivals.of(sizes, self.enqueued)
+        return Change(arrivals, self.cancelled, self.parked)
 
 
 class Scheduler:
@@ -277,6 +300,7 @@ class Scheduler:
         state = self.find(request_id)
         with self.lock:
             state.is_parked = True
+            self._mark()
             for sample in state.samples:
                 self._park(state, sample)
 
@@ -285,15 +309,21 @@ class Scheduler:
         with self.lock:
             with contextlib.suppress(KeyError):
                 self.find(request_id).is_parked = False
+                self._mark()
             return self.parking.give_up(request_id)
 
     def count_refused(self) -> None:
         with self.lock:
             self.measures.refused += 1
 
-    def _park(self, state: RequestState, sample: Sample) -> None:
+    def _mark(self) -> None:
+        """Update the device's marks of sequences to be parked; free other rows."""
+        if self.loop.keeps_rows:
+            self.queue.mark()
+
+    def _park(self, state: RequestState, sample: Sample, sequence: int = -1) -> None:
         if sample.has_ended and sample.reason != FinishReason.FAILED:
-            self.parking.add(state, sample)
+            self.parking.add(state, sample, sequence)
 
     def read_stats(self) -> EngineStats:
         with self.lock:
@@ -332,6 +362,8 @@ class Scheduler:
                 raise
         with self.lock:
             self._versions.advance(update)
+            if not update.keep_cached:
+                self.parking.forget_rows()
             if update.recompute:
                 self._note_preempted()
             for sharing in self.queue.find_begun():
@@ -365,10 +397,12 @@ class Scheduler:
     def _start_window(self) -> _Window | None:
         with self.lock:
             self._end_overdue()
-            changes = []
+            changes: list[_Change] = []
             while self.queue.has_changes:
                 dispatched = self.queue.dispatch(self._sizes.num_lanes)
-                changes.append((dispatched, self.queue.take_cancelled()))
+                parked = self.queue.take_parked() if self.loop.keeps_rows else None
+                change = _Change(dispatched, self.queue.take_cancelled(), parked)
+                changes.append(change)
                 self.measures.begun.add(len(dispatched), self._options.clock())
                 for state, first in dispatched:
                     self._versions.begin(self.queue.find_sharing(state, first))
@@ -377,18 +411,18 @@ class Scheduler:
             lengths = self._find_lengths() if self.parking else []
             settle_classes = self._keeping.take()
         settle_classes()
-        requests = [each for some, _ in changes for each, _ in some]
+        enqueued = [each for change in changes for each in change.enqueued]
         if self.parking:
-            self.parking.settle(lengths, requests)
+            self.parking.settle(lengths, enqueued)
+        requests = [each for each, _ in enqueued]
         self.offloading.settle(requests, is_running=self._unread is not None)
         started = self._options.clock()
         report = self.loop.start_window(
-            [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
+            [each.for_device(self._sizes) for each in changes],
             self._sizes.num_steps if has_work else 0,
         )
         if self._options.checks and (changes or report):
-            for cache in self.loop.caches:
-                check(cache)
+            check(self.loop.cache)
         return None if report is None else _Window(samples, report, started, version)
 
     def _find_lengths(self) -> list[int]:
@@ -476,7 +510,9 @@ class Scheduler:
         self._news.note(state)
         is_last = self.queue.end(sample, reason, is_computed=is_computed)
         if state.is_parked:
-            self._park(state, sample)
+            self._mark()
+            keeps_row = self.loop.keeps_rows and self._versions.may_find(sample)
+            self._park(state, sample, sample.sequence if keeps_row else -1)
         if state.request.keep and reason != FinishReason.FAILED:
             self._keeping.add(state, sample)
         if is_last:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import find_held
+from jkv.attention.backend import find_held
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.bodies.loads import Operands
 from jkv.attention.kernel.tiles.variant import Variant

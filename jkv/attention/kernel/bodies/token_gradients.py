@@ -1,9 +1,9 @@
 """The kernel of the keys' and values' gradients: tiles of tokens over their readers.
 
-A program holds some tokens of one block and kv head, loads their keys and values once,
-and walks over the rows that attend to them: all query heads of all rows of each request
-with the block in its table (`readers.py`). So the gradient of a shared prefix is summed
-by one program, in a fixed order, and written once.
+A program holds some tokens of one kv head, of a block or a run of small ones, loads
+their keys and values once, and walks over the rows that attend to them: all query heads
+of all rows of each request with the block in its table (`readers.py`). So the gradient
+of a shared prefix is summed by one program, in a fixed order, and written once.
 
 In all products, tokens are the rows.
 """
@@ -21,6 +21,7 @@ from jkv.attention.kernel.bodies.loads import (
     cut_head_dims,
     load_numbers,
     load_rows,
+    split_token,
 )
 from jkv.attention.kernel.bodies.scores import (
     add_dot,
@@ -71,17 +72,20 @@ class _Tokens(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The tokens of a program: slots of one block and one kv head."""
+    """The tokens of a program: slots of a block or a run of them, and one kv head."""
 
     operands: TokenOperands
     variant: Variant
     first_reader: jax.Array  # i32[]
     end_reader: jax.Array  # i32[], past the last one
     layer: jax.Array  # i32[]
-    block: jax.Array  # i32[]
+    block: jax.Array  # i32[], or i32[tokens, 1] for a run
     kv_head: jax.Array  # i32[]
     first_slot: jax.Array  # i32[]
+    length: int  # the most positions from the first token to the last
     slot: jax.Array  # i32[tokens], in the last tile partly past the block
+    step: jax.Array  # i32[tokens], positions relative to slot 0 of the first block
+    stored: jax.Array  # bool[tokens], allocated slots
     key_sections: list[Section]
     value_sections: list[Section]
     scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
@@ -112,10 +116,9 @@ class _Tile(NamedTuple):
 
     def store(self, ref: jax.Array, sections: list[Section], sums: _Sum) -> None:
         """Store the sums of tokens in allocated blocks."""
-        valid = (self.slot < self.block_size) & (self.first_reader < self.end_reader)
         for section, value in zip(sections, sums, strict=True):
             where = self.layer, self.block, self.kv_head, self.slot[:, None]
-            value, mask = value.astype(ref.dtype), section.over(valid)
+            value, mask = value.astype(ref.dtype), section.over(self.stored)
             backend.store_masked(ref, (*where, section.columns), value, mask)
 
 
@@ -161,21 +164,44 @@ def _locate_tile(o: TokenOperands, variant: Variant) -> _Tile:
     num_layers, _, _, block_size, _ = o.keys.shape
     key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
     program, kv_head = backend.program_id(0), backend.program_id(1)
-    # The last tile of a block may extend past it.
     tile_tokens = variant.tile.tokens
-    tiles = jnp.int32(-(-block_size // tile_tokens))
-    entry = lax.div(program, tiles)
-    first_slot = lax.rem(program, tiles) * tile_tokens
+    offset = jnp.arange(tile_tokens, dtype=jnp.int32)
+    num_joined = o.readers.block.shape[0] // o.readers.first.shape[0]
+    if num_joined == 1:
+        # The last tile of a block may extend past it.
+        tiles = jnp.int32(-(-block_size // tile_tokens))
+        entry = lax.div(program, tiles)
+        first_slot = lax.rem(program, tiles) * tile_tokens
+        block, step = o.readers.block[entry], first_slot + offset
+        slot, stored = step, step < block_size
+        length = min(tile_tokens, block_size)
+    else:
+        entry, first_slot = program, jnp.int32(0)
+        number, slot = split_token(offset, block_size)
+        block = o.readers.block[entry * num_joined]
+        for other in range(1, num_joined):
+            named = o.readers.block[entry * num_joined + other]
+            block = jnp.where(number >= other, named, block)
+        block = block[:, None]
+        step = number * (variant.num_parts * block_size) + slot
+        stored = number < o.readers.length[entry]
+        # Stores must not share an address, masked ones neither.
+        slot = jnp.where(stored, slot, block_size + offset)
+        length = ((num_joined - 1) * variant.num_parts + 1) * block_size
+    first_reader, end_reader = o.readers.first[entry], o.readers.end[entry]
     return _Tile(
         operands=o,
         variant=variant,
-        first_reader=o.readers.first[entry],
-        end_reader=o.readers.end[entry],
+        first_reader=first_reader,
+        end_reader=end_reader,
         layer=jnp.clip(o.layer[0], 0, num_layers - 1),
-        block=o.readers.block[entry],
+        block=block,
         kv_head=kv_head,
         first_slot=first_slot,
-        slot=first_slot + jnp.arange(tile_tokens, dtype=jnp.int32),
+        length=length,
+        slot=slot,
+        step=step,
+        stored=stored & (first_reader < end_reader),
         key_sections=key_sections,
         value_sections=value_sections,
         scale=o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0),
@@ -222,14 +248,14 @@ def _find_reader(tile: _Tile, index: jax.Array) -> _Reader:
     if o.window is not None:
         # Bounded by the context, so that no sum overflows.
         window = jnp.clip(o.window[0], 0, context)
-        last_token = first_token + (min(tile.variant.tile.tokens, block_size) - 1)
+        last_token = first_token + tile.length - 1
         end = jnp.clip(last_token + window - first_position, first, length)
     return _Reader(
         request_start=o.query_starts[request],
         first_position=first_position,
         first=first,
         num_pairs=(end - first) * tile.heads_per_kv,
-        token=column_of_part * block_size + tile.slot,
+        token=column_of_part * block_size + tile.step,
         window=window,
         none=jnp.minimum(length, 0),
     )

@@ -40,8 +40,6 @@ class KernelFormat:
 
     # Number of row elements packed in one pool element.
     parts: ClassVar[int] = 1
-    # True if words save registers but need more instructions.
-    has_costly_words: ClassVar[bool] = False
 
     @property
     def has_bytes(self) -> bool:
@@ -186,7 +184,6 @@ class E4m3(KernelFormat):
     """fp8 with four exponent bits."""
 
     factor: float  # 2 to the difference of the exponent biases
-    has_costly_words: ClassVar[bool] = True
 
     def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
         bits = bitcast(tile, jnp.int8).astype(jnp.int32) << _SHIFT

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import Call, check_call
+from jkv.attention.backend import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.bodies.attention import attend_range
 from jkv.attention.kernel.bodies.isolation import isolate_range

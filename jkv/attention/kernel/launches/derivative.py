@@ -12,8 +12,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.backend import Cotangents, Gradients, shape_gradients
-from jkv.attention.call import Call, check_call
+from jkv.attention.backend import (
+    Call,
+    Cotangents,
+    Gradients,
+    check_call,
+    shape_gradients,
+)
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.bodies.query_gradients import (
     differentiate_queries,
@@ -26,7 +31,12 @@ from jkv.attention.kernel.bodies.token_gradients import (
 )
 from jkv.attention.kernel.launches.attention import find_compilation, make_operands
 from jkv.attention.kernel.tiles.table import Backward
-from jkv.attention.kernel.tiles.variant import Variant, query_variant, token_variant
+from jkv.attention.kernel.tiles.variant import (
+    Variant,
+    count_joined,
+    query_variant,
+    token_variant,
+)
 from jkv.attention.kernel.work.cutting import list_prefill_work, size_prefill_work
 from jkv.attention.kernel.work.readers import list_readers
 
@@ -51,7 +61,8 @@ def _launch_all(
     if shapes.keys is None:
         return Gradients(queries, None, None)
     variant = token_variant(call, tuning, way=way)
-    pools = _differentiate_pools(call, cotangents, variant)
+    num_joined = count_joined(call.pools.block_size, tuning)
+    pools = _differentiate_pools(call, cotangents, variant, num_joined)
     return Gradients(queries, pools.keys, pools.values)
 
 
@@ -100,10 +111,11 @@ def _differentiate_queries(
 
 
 def _differentiate_pools(
-    call: Call, cotangents: Cotangents, variant: Variant
+    call: Call, cotangents: Cotangents, variant: Variant, num_joined: int
 ) -> PoolGradients:
     """Return the gradients of float pools, zeros for slots that no row attends to."""
-    pools, requests, readers = call.pools, call.requests, list_readers(call)
+    pools, requests = call.pools, call.requests
+    readers = list_readers(call, num_joined)
     operands = TokenOperands(
         readers=readers,
         query_starts=requests.query_starts,
@@ -122,13 +134,13 @@ def _differentiate_pools(
         jnp.zeros_like(pools.keys),
         None if pools.values is None else jnp.zeros_like(pools.values),
     )
-    tiles = -(-pools.block_size // variant.tile.tokens)
+    tiles = -(-pools.block_size // variant.tile.tokens)  # of a block, or one of some
     gradients: PoolGradients = backend.launch(
         "jkv_token_gradients",
         functools.partial(differentiate_tokens, variant=variant),
         (operands, zeros),
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), zeros),
-        grid=(readers.block.shape[0] * tiles, pools.num_kv_heads),
+        grid=(readers.first.shape[0] * tiles, pools.num_kv_heads),
         compilation=find_compilation(variant),
         in_place=True,
     )

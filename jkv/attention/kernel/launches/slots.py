@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.backend import SlotWrite
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.elements.conversion import bitcast
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
 from jkv.attention.kernel.elements.sections import MIN_SIZE, cut
-from jkv.attention.slots import SlotWrite
 from jkv.formats.format import name_parts
 
 # A row of a head has a few hundred bytes: one load and one store for a warp.
@@ -45,8 +45,8 @@ def why_scattered(
             return f"{name} has {array.size} elements in at most 2**32 bytes"
         if array.ndim == 5 and (array.shape[4] < MIN_SIZE or array.shape[4] % 8):
             return (
-                f"rows of {name} have {array.shape[4]} elements, which is no multiple "
-                f"of 8 from {MIN_SIZE} on"
+                f"rows of {name} have {array.shape[4]} elements, which is not a "
+                f"multiple of 8 from {MIN_SIZE} on"
             )
     return "one array is one launch either way" if len(arrays) == 1 else None
 

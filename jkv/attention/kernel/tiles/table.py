@@ -22,6 +22,8 @@ class Techniques(enum.Flag):
     RELOADED = enum.auto()  # a loop's tokens are loaded in each trip, to save registers
     # Loading.
     WORDS = enum.auto()  # one-byte elements are loaded and carried in words of four
+    # With WORDS, e4m3 too: on CDNA in fewer registers, but more instructions.
+    E4M3_WORDS = enum.auto()
     # Prefill: block ids of a whole tile are scalars, selected by lane.
     SCALAR_IDS = enum.auto()
     # Numbers. Float32 as two tf32, in three products: accurate to 22 bits.
@@ -82,6 +84,8 @@ class Row:
     capped: Tile | None = None
     # By position, if `decode` spills with a mask per row.
     position: Tile | None = None
+    # Only if operands of both products have one dtype, else two conversions spill.
+    has_one_dtype: bool = False
 
     def tuned_for(self, units: int) -> Tuning:
         """Return the tuning for GPUs with `units` compute units."""
@@ -124,7 +128,13 @@ class Family:
     spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
+# Words of all one-byte elements.
+_WORDS = Techniques.WORDS | Techniques.E4M3_WORDS
+
 _full = functools.partial(Tile, ways=Techniques.FULL_FIRST)
+_full_scalar = functools.partial(
+    Tile, ways=Techniques.FULL_FIRST | Techniques.SCALAR_IDS
+)
 _carried = functools.partial(Tile, num_stages=1, ways=Techniques.CARRIED)
 _words = functools.partial(
     Tile, num_stages=1, ways=Techniques.CARRIED | Techniques.WORDS
@@ -158,10 +168,8 @@ def _cdna_rows(rounded: Techniques) -> tuple[Row, ...]:
     """Return the rows of CDNA GPUs with the given rounding of weights."""
     # Fewer vector instructions for the weights of prefill.
     few = Techniques.FULL_FIRST | Techniques.SCALAR_IDS | rounded
-    in_pairs, carried_words = (
-        few | Techniques.EXP2_IN_PAIRS,
-        Techniques.CARRIED | Techniques.WORDS,
-    )
+    in_pairs = few | Techniques.EXP2_IN_PAIRS
+    carried_words = Techniques.CARRIED | _WORDS
     short = functools.partial(Tile, num_warps=4, ways=in_pairs)
     carried = functools.partial(
         Tile, num_warps=4, num_stages=1, ways=in_pairs | carried_words
@@ -284,7 +292,10 @@ TABLE = {
     # the pipeline holds one tile of K/V only; narrow heads are small enough for three.
     # Prefill needs several programs per SM, to alternate matrix and other units: few
     # tokens up to 128, and above it 128 rows, two warp groups. Bytes are bound by their
-    # conversion, best in 64 tokens; wide ones take all registers in such tiles. Heads
+    # conversion, best in 64 tokens; wide ones take all registers in such tiles. Triton
+    # converts bytes once for each operand's layout, but parts of words once in all: of
+    # latent bytes, and of heads that were not timed. Latent ones in sections leave
+    # registers for two programs. Block ids of few small blocks are scalars. Heads
     # of three sections, one of them 16 wide, spill; the smallest tile on eight warps
     # holds 176. With a window and a soft cap, in blocks that hold a tile, 128 spills in
     # five stages. Float32 is split into two tf32 numbers, and heads above 64 with a
@@ -293,7 +304,7 @@ TABLE = {
         targets=("sm_90",),
         units=132,
         rows=(
-            Row(64, Tile(16, 64, 4, 3), _full(64, 64, 4, 2), ("half",)),
+            Row(64, Tile(16, 64, 4, 3), _full_scalar(64, 64, 4, 2), ("half",)),
             Row(
                 64,
                 Tile(16, 64, 4, 3),
@@ -304,7 +315,7 @@ TABLE = {
             Row(
                 128,
                 Tile(16, 64, 4, 5),
-                _full(64, 32, 4, 2),
+                _full_scalar(64, 32, 4, 2),
                 ("half",),
                 capped=Tile(16, 64, 4, 4),
             ),
@@ -326,7 +337,7 @@ TABLE = {
                 ("byte",),
                 position=Tile(16, 32, 4, 3),
             ),
-            Row(112, Tile(16, 32, 4, 3), _full(64, 64, 4, 2), ("byte",)),
+            Row(112, Tile(16, 32, 4, 3, _WORDS), _full(64, 64, 4, 2), ("byte",)),
             Row(
                 128,
                 Tile(16, 64, 4, 5),
@@ -341,8 +352,17 @@ TABLE = {
                 ("byte",),
                 position=Tile(16, 32, 8, 2),
             ),
-            Row(128, Tile(16, 32, 4, 2), _full(64, 64, 4, 2), ("four",)),
+            Row(128, Tile(16, 32, 4, 2, _WORDS), _full(64, 64, 4, 2), ("four",)),
             Row(256, Tile(16, 16, 4, 2), _full(64, 32, 8, 2), ("four",)),
+            Row(
+                576,
+                Tile(32, 64, 4, 1, _WORDS, section=128),
+                Tile(32, 64, 8, 1, Techniques.FULL_FIRST | _WORDS, section=128),
+                ("byte",),
+                programs=4,
+                position=Tile(32, 32, 8, 5),
+                has_one_dtype=True,
+            ),
             Row(576, Tile(32, 32, 8, 5), _full(32, 32, 8, 1), ("byte",), 4),
             Row(64, _split(16, 32, 4, 5), _full_split(32, 32, 4, 1), ("float32",)),
             Row(96, _split(16, 32, 4, 5), _full_split(16, 32, 8, 1), ("float32",)),
@@ -351,6 +371,9 @@ TABLE = {
             Row(128, _split(16, 32, 4, 5), _full_split(16, 32, 8, 1), ("mixed",)),
         ),
         backward=(
+            Backward(32, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), multiple=32),
+            Backward(64, Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), multiple=64),
+            Backward(96, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), multiple=32),
             Backward(128, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), multiple=32),
             Backward(112, Tile(64, 32, 4, 2), Tile(16, 16, 8, 1)),
             Backward(192, Tile(64, 32, 8, 2), Tile(32, 16, 4, 1), multiple=64),
@@ -376,6 +399,8 @@ TABLE = {
             Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 1), programs=4),
         ),
         backward=(
+            Backward(64, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), multiple=32),
+            Backward(96, Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), multiple=32),
             Backward(128, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), multiple=32),
             Backward(112, Tile(32, 16, 4, 1), Tile(16, 16, 8, 1)),
             Backward(256, Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), multiple=64),

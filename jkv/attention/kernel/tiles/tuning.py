@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.call import Pools
+from jkv.attention.backend import Pools
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.elements.sections import MIN_SIZE, fill_head_dim
 from jkv.attention.kernel.tiles import table
@@ -53,7 +53,12 @@ def find_tuning(
     dims = fill_head_dim(pools.head_dim), fill_head_dim(pools.value_dim)
     if set(dims) & set(family.spilling.get(kind, ())):
         return None
+    has_one_dtype = find_weight_dtype(queries, pools) == find_operand_dtype(
+        queries, pools
+    )
     for row in family.rows:
+        if row.has_one_dtype and not has_one_dtype:
+            continue
         if kind in row.kinds and max(dims) <= row.max_head_dim:
             return row.tuned_for(family.units)
     return None

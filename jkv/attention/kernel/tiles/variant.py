@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from jkv.attention.call import Call
+from jkv.attention.backend import Call
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, E4m3, KernelFormat
 from jkv.attention.kernel.tiles.table import Backward, Techniques, Tile, Tuning
 from jkv.attention.kernel.tiles.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile of matrix instructions.
 _MIN_ROWS = 16
+# Most blocks in a tile of the derivative; their ids are scalars, selected by lane.
+_MOST_JOINED = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +46,12 @@ class Variant:
 
     @property
     def has_words(self) -> bool:
-        """True if one-byte elements are loaded as words of four.
-
-        For e4m3, words save registers at the cost of instructions, so only prefill,
-        which lacks registers, uses them.
-        """
+        """True if one-byte elements are loaded as words of four."""
         formats, ways = (self.key_format, self.value_format), self.tile.ways
         if Techniques.WORDS not in ways or not any(each.has_bytes for each in formats):
             return False
-        is_costly = any(each.has_costly_words for each in formats)
-        return Techniques.FULL_FIRST in ways or not is_costly
+        has_e4m3 = any(isinstance(each, E4m3) for each in formats)
+        return Techniques.E4M3_WORDS in ways or not has_e4m3
 
     @property
     def keys_above(self) -> float:
@@ -115,13 +113,21 @@ def query_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
 def token_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
     """Return the variant for the keys' and values' gradients.
 
-    A tile of tokens lies in one block; the last one may extend past it. Its rows are
-    numbered consecutively instead of by heads and tokens.
+    A tile of tokens is part of one block (the last tile may extend past it) or holds
+    some small ones. Its rows are numbered consecutively instead of by heads and tokens.
     """
-    tile = tuning.tokens
-    tokens = min(max(_pad(call.pools.block_size), _MIN_ROWS), tile.tokens)
+    tile, block_size = tuning.tokens, call.pools.block_size
+    tokens = _pad(block_size) * count_joined(block_size, tuning)
+    tokens = min(max(tokens, _MIN_ROWS), tile.tokens)
     tile = dataclasses.replace(tile, tokens=tokens)
     return _make_variant(call, tile, tile.rows, 1, False, way)
+
+
+def count_joined(block_size: int, tuning: Backward) -> int:
+    """Return the most blocks in a tile of tokens."""
+    if block_size != _pad(block_size):
+        return 1
+    return min(max(tuning.tokens.tokens // block_size, 1), _MOST_JOINED)
 
 
 def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:

@@ -153,15 +153,15 @@ class Writer:
 
     def _apply(self, equation: Any, given: list[Any]) -> list[Any]:
         """Emit an equation by its rule, and check the types of its results."""
-        said = f"no rule brings {equation.primitive.name} to Triton"
+        message = f"no rule brings {equation.primitive.name} to Triton"
         try:
             made = self._rules[equation.primitive.name](self, equation, *given)
         except (KeyError, TypeError, ValueError) as error:
-            raise NotImplementedError(f"{said} ({error}): {equation}") from error
+            raise NotImplementedError(f"{message} ({error}): {equation}") from error
         made = made if equation.primitive.multiple_results else [made]
         for value, atom in zip(made, equation.outvars, strict=True):
             aval = atom.aval
             promised = Type(element_of(aval.dtype), aval.shape)
             if isinstance(value, Value) and value.type != promised:
-                raise NotImplementedError(f"{said} (not {value.type}): {equation}")
+                raise NotImplementedError(f"{message} (not {value.type}): {equation}")
         return made

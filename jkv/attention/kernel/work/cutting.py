@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Past, Requests, find_held
+from jkv.attention.backend import Past, Requests, find_held
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
     ListSizes,

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 
-from jkv.attention.call import Call
+from jkv.attention.backend import Call
 
 # The value of `implementation=`, and the key of `Call.plans`.
 NAME = "pallas"

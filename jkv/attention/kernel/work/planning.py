@@ -12,8 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.backend import StepShape, find_gpu
-from jkv.attention.call import Past, Pools, Requests, make_requests
+from jkv.attention.backend import (
+    Past,
+    Pools,
+    Requests,
+    StepShape,
+    find_gpu,
+    make_requests,
+)
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.tiles.table import Tuning
 from jkv.attention.kernel.tiles.tuning import find_tuning

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Requests
+from jkv.attention.backend import Requests
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
     Lanes,

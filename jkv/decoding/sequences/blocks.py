@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather
-from jkv.metadata.xla_cpu import divide
+from jkv.operations import divide, gather
 from jkv.state import Cache
 
 # Numbers of blocks in each group, i32[...].
@@ -106,24 +105,24 @@ def of_tokens(num_tokens: jax.Array, size: BlockSize) -> Blocks:
 
 
 def beside_prompt(
-    prompt_lengths: jax.Array, text_lengths: jax.Array, size: BlockSize
+    prompt_lengths: jax.Array, sequence_lengths: jax.Array, size: BlockSize
 ) -> Blocks:
     """Return the blocks of a sequence, i32[...], not shared with other samples.
 
     The slot of its first new token counts, chosen or not.
     """
-    length = jnp.maximum(text_lengths, prompt_lengths + 1)
+    length = jnp.maximum(sequence_lengths, prompt_lengths + 1)
     shared, _ = divide(prompt_lengths, size.tokens)
     return size.at_most(count_columns(length, size) - shared)
 
 
 def to_take(
-    text_lengths: jax.Array,  # i32[...], tokens to hold
+    sequence_lengths: jax.Array,  # i32[...], tokens to hold
     held: Held,
     size: BlockSize,  # blocks of a sequence
 ) -> Blocks:
     """Return the blocks that cached sequences still need, i32[...], per group."""
-    whole = count_columns(text_lengths, size)
+    whole = count_columns(sequence_lengths, size)
 
     def more_in(most: int | None, mapped: jax.Array, kept: jax.Array) -> jax.Array:
         more = jnp.maximum(whole - mapped, 0)

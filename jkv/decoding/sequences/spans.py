@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.arguments import expect
-from jkv.indexing import gather
+from jkv.arguments import I32, expect
 from jkv.masks import SpanMask
-from jkv.metadata.requests import I32, check_static
+from jkv.metadata.requests import check_static
+from jkv.operations import gather
 from jkv.status import UsageError
 
 
@@ -84,17 +84,17 @@ class Spans:
         border = gather(self.borders, (prompts, end), fill=I32.max)
         return jnp.maximum(jnp.minimum(end, border) - done, 0)
 
-    def cut_before(self, texts: jax.Array, prompts: jax.Array) -> jax.Array:
-        """Return texts, i32[K, T], up to the first span; cacheable spans stay.
+    def cut_before(self, sequences: jax.Array, prompts: jax.Array) -> jax.Array:
+        """Return sequences, i32[K, T], up to the first span; cacheable spans stay.
 
         Cached blocks of equal tokens without the span have other keys.
         """
         if self.cacheable:
-            return texts
+            return sequences
         at = jnp.arange(self.ends.shape[1], dtype=jnp.int32)[None]
         first = jnp.min(jnp.where(self.ends > at, at, I32.max), axis=1)
-        position = jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
-        return jnp.where(position < gather(first, prompts)[:, None], texts, -1)
+        position = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
+        return jnp.where(position < gather(first, prompts)[:, None], sequences, -1)
 
     def mask(
         self, prompts: jax.Array, positions: jax.Array, done: jax.Array

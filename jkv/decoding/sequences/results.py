@@ -3,12 +3,14 @@
 Symbols: N sequences, B prompts of a search, G most new tokens of a sequence.
 """
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class FinishReason(enum.IntEnum):
@@ -37,28 +39,54 @@ class FinishReason(enum.IntEnum):
     SPAN_TOO_LONG = 14  # no step has the rows of a span (`Prompts`): it never started
 
 
-class Statistics(NamedTuple):
-    """Counts of a generation's work and memory."""
+class Count:
+    """One of the counts of `Statistics`, i32[]."""
 
-    num_steps: jax.Array  # i32[], calls of the model
-    sequence_steps: jax.Array  # i32[], sum of the sequences with a row over steps
-    prompt_tokens: jax.Array  # i32[], prompt positions computed, repeated ones too
-    recomputed_tokens: jax.Array  # i32[], generated tokens recomputed
-    cached_tokens: jax.Array  # i32[], prefix cache hits
-    preemptions: jax.Array  # i32[], running sequences preempted
-    # i32[], most blocks in use, by other sequences too; all layer groups together
-    peak_blocks: jax.Array
-    empty_slots: jax.Array  # i32[], slots without a token at the peak
-    queue_steps: jax.Array  # i32[], steps in which a sequence waited for a place
-    idle_places: jax.Array  # i32[], sum of the places without a row over these steps
-    draft_tokens: jax.Array  # i32[], draft tokens verified
-    accepted_tokens: jax.Array  # i32[], draft tokens accepted
-    checking_steps: jax.Array  # i32[], steps that verified draft tokens
+    def __init__(self, index: int):
+        self.index = index
+
+    def __get__(self, statistics: Any, _: object) -> jax.Array:
+        """Return the count; the class has the index."""
+        return self if statistics is None else statistics.counts[..., self.index]  # type: ignore[return-value]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Counts of a generation's work and memory, i32[] each."""
+
+    counts: jax.Array  # i32[13], all of them: one addition a step
+
+    num_steps = Count(0)  # calls of the model
+    sequence_steps = Count(1)  # sum of the sequences with a row over steps
+    prompt_tokens = Count(2)  # prompt positions computed, repeated ones too
+    recomputed_tokens = Count(3)  # generated tokens recomputed
+    cached_tokens = Count(4)  # prefix cache hits
+    preemptions = Count(5)  # running sequences preempted
+    # Most blocks in use, by other sequences too; all layer groups together.
+    peak_blocks = Count(6)
+    empty_slots = Count(7)  # slots without a token at the peak
+    queue_steps = Count(8)  # steps in which a sequence waited for a place
+    idle_places = Count(9)  # sum of the places without a row over these steps
+    draft_tokens = Count(10)  # draft tokens verified
+    accepted_tokens = Count(11)  # draft tokens accepted
+    checking_steps = Count(12)  # steps that verified draft tokens
 
     @classmethod
     def zeros(cls) -> "Statistics":
-        """Return zeros, with an array of its own for each count."""
-        return cls(*[jnp.zeros((), jnp.int32) for _ in cls._fields])
+        """Return zeros."""
+        return cls(jnp.zeros((len(COUNTS),), jnp.int32))
+
+    def added(self, numbers: dict[str, jax.Array]) -> "Statistics":
+        """Add to some counts by name, i32[] each."""
+        index, counts = np.arange(len(COUNTS)), self.counts
+        for name, number in numbers.items():
+            counts = counts + jnp.where(index == COUNTS[name], number, 0)
+        return Statistics(counts)
+
+    def to_host(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return dict(zip(COUNTS, np.asarray(self.counts).tolist(), strict=True))
 
     def internal_fragmentation(self, block_size: int) -> float:
         """Return the share of slots in use at the peak without a token (host).
@@ -68,6 +96,14 @@ class Statistics(NamedTuple):
         """
         slots = int(self.peak_blocks) * block_size
         return int(self.empty_slots) / slots if slots else 0.0
+
+
+# Indices of the counts, by name.
+COUNTS: dict[str, int] = {
+    name: count.index
+    for name, count in vars(Statistics).items()
+    if isinstance(count, Count)
+}
 
 
 class Generation(NamedTuple):
@@ -94,9 +130,7 @@ class Generation(NamedTuple):
 
     def add_counts(self, **counts: jax.Array) -> "Generation":
         """Add to statistics by name, i32[] each."""
-        old = self.statistics._asdict()
-        new = {name: old[name] + count for name, count in counts.items()}
-        return self._replace(statistics=self.statistics._replace(**new))
+        return self._replace(statistics=self.statistics.added(counts))
 
     def map_sequences(
         self, change: Callable[..., jax.Array], *others: "Generation"

@@ -12,20 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.arguments import explains_arguments
-from jkv.decoding.texts.results import Generation
-from jkv.decoding.texts.spans import Spans
-from jkv.indexing import gather, scatter
+from jkv.arguments import I32, explains_arguments
+from jkv.decoding.sequences.results import Generation
+from jkv.decoding.sequences.spans import Spans
 from jkv.metadata.requests import (
-    I32,
+    IntegerRows,
     Integers,
-    Texts,
     as_ids,
     as_prompts,
     broadcast,
     check_static,
     pad_rows,
 )
+from jkv.operations import gather, scatter
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
 
@@ -202,14 +201,14 @@ class Prompts:
     @explains_arguments
     def of(
         cls,
-        texts: Texts,
+        sequences: IntegerRows,
         *,
         limits: Integers | None = None,
         salts: Integers = 0,
         variants: Integers | None = None,
         stop_tokens: Integers | None = None,
-        stop_sequences: Texts | None = None,
-        spans: Texts | None = None,
+        stop_sequences: IntegerRows | None = None,
+        spans: IntegerRows | None = None,
         cacheable_spans: bool = False,
         max_span: int | None = None,
         extra_ids: int = 0,
@@ -217,8 +216,8 @@ class Prompts:
         """Return prompts from the tokens before each row's first negative entry.
 
         Args:
-          texts: i32[B, P], -1 past the end of each, or a list of token ids for each; an
-            empty prompt is not started. Lists of other lengths compile anew.
+          sequences: i32[B, P], -1 past the end of each, or a list of token ids for
+            each; an empty prompt is not started. Lists of other lengths compile anew.
           limits: i32[B], most new tokens of each; None is `max_new_tokens`.
           salts: i32[B] or int, cache salts: prefix cache hits are limited to prompts of
             the same salt. Use the version of the weights to keep versions apart.
@@ -244,7 +243,7 @@ class Prompts:
         Raises:
           UsageError: for arguments of a wrong shape or type.
         """
-        tokens = as_prompts(texts, "prompts")
+        tokens = as_prompts(sequences, "prompts")
         if tokens.shape[0] == 0:
             raise ValueError("prompts is empty; give at least one prompt")
         if tokens.shape[1] == 0:
@@ -287,8 +286,8 @@ class PromptFields(TypedDict, total=False):
     salts: Integers
     variants: Integers | None
     stop_tokens: Integers | None
-    stop_sequences: Texts | None
-    spans: Texts | None
+    stop_sequences: IntegerRows | None
+    spans: IntegerRows | None
     cacheable_spans: bool
     max_span: int | None
     extra_ids: int
@@ -297,9 +296,9 @@ class PromptFields(TypedDict, total=False):
 set_defaults(PromptFields, Prompts.of)
 
 
-def count_tokens(texts: jax.Array) -> jax.Array:
+def count_tokens(sequences: jax.Array) -> jax.Array:
     """Count the tokens before each row's first negative entry, i32[B, P] to i32[B]."""
-    is_token = jnp.cumprod((texts >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    is_token = jnp.cumprod((sequences >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32)
     return jnp.sum(is_token, axis=1, dtype=jnp.int32)
 
 
@@ -334,13 +333,13 @@ def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
 
 def refuse_unknown(
     name: str,  # name of a sequence in messages
-    texts: jax.Array,  # i32[B, P], negative past the end of each
+    sequences: jax.Array,  # i32[B, P], negative past the end of each
     vocabulary: int,  # vocabulary size, V
 ) -> None:
     """Raise UsageError for token ids outside of the vocabulary, outside jit."""
-    if isinstance(texts, jax.core.Tracer):
+    if isinstance(sequences, jax.core.Tracer):
         return
-    tokens = np.asarray(texts)
+    tokens = np.asarray(sequences)
     is_token = np.logical_and.accumulate(tokens >= 0, axis=1)
     for row, column in np.argwhere(is_token & (tokens >= vocabulary)):
         raise UsageError(
@@ -364,7 +363,7 @@ def find_tokens(
     return jnp.maximum(jnp.where(behind < 0, given, generated), 0)
 
 
-def find_texts(
+def find_sequences(
     prompts: Prompts,
     result: Generation,  # of N sequences
     sequences: jax.Array,  # i32[K]

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import expect, explains_arguments
-from jkv.decoding.texts.prompts import count_tokens
-from jkv.indexing import scatter_add
-from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.decoding.sequences.prompts import count_tokens
+from jkv.metadata.requests import IntegerRows, Integers, as_prompts, broadcast
+from jkv.operations import scatter_add
 from jkv.status import UsageError
 
 NO_PARENT = -1
@@ -58,15 +58,17 @@ class TrajectoryTree:
 
     @classmethod
     @explains_arguments
-    def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TrajectoryTree":
+    def of(
+        cls, sequences: IntegerRows, parents: Integers = NO_PARENT
+    ) -> "TrajectoryTree":
         """Return a tree of segments, parents before their children.
 
         Outside jit it has a row for each token. Inside jit, where lengths are unknown,
-        it has a row for each entry of `texts`.
+        it has a row for each entry of `sequences`.
 
         Args:
-          texts: i32[S, C], -1 past the end of each segment, or a list of token ids of
-            each.
+          sequences: i32[S, C], -1 past the end of each segment, or a list of token ids
+            of each.
           parents: i32[S], the parent of each segment, -1 for none; an int holds for
             all.
 
@@ -74,7 +76,7 @@ class TrajectoryTree:
           ValueError: for arguments of a wrong shape or type; outside jit, for a parent
             that does not precede its child.
         """
-        given = as_prompts(texts, "texts")
+        given = as_prompts(sequences, "sequences")
         (known,) = broadcast(given.shape[0], parents=parents)
         return _continue(empty_tree(), given, known)
 
@@ -112,25 +114,25 @@ class TreeRows(NamedTuple):
     places: jax.Array  # i32[n], index of the token in i32[N * C]
 
 
-def list_rows(texts: jax.Array) -> TreeRows:
+def list_rows(sequences: jax.Array) -> TreeRows:
     """Return a row for each token of i32[N, C]; in jit for each entry."""
-    if is_known(texts):
+    if is_known(sequences):
         # In numpy: each number of tokens would compile a program.
-        known = np.asarray(texts)
+        known = np.asarray(sequences)
         is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
         kept = np.flatnonzero(is_token)
-        found: Any = known.reshape(-1)[kept], kept // max(texts.shape[1], 1), kept
+        found: Any = known.reshape(-1)[kept], kept // max(sequences.shape[1], 1), kept
         return TreeRows(*(each.astype(np.int32) for each in found))
-    return list_places(texts)
+    return list_places(sequences)
 
 
-def list_places(texts: jax.Array) -> TreeRows:
+def list_places(sequences: jax.Array) -> TreeRows:
     """Return a row for each entry of i32[N, C], token or padding."""
-    count, width = texts.shape
+    count, width = sequences.shape
     column = jnp.arange(width, dtype=jnp.int32)[None]
-    is_there = (column < count_tokens(texts)[:, None]).reshape(-1)
+    is_there = (column < count_tokens(sequences)[:, None]).reshape(-1)
     place = jnp.arange(count * width, dtype=jnp.int32)
-    tokens = jnp.where(is_there, texts.reshape(-1), -1)
+    tokens = jnp.where(is_there, sequences.reshape(-1), -1)
     owners = jnp.where(is_there, jax.lax.div(place, jnp.int32(max(width, 1))), -1)
     return TreeRows(tokens, owners, place)
 
@@ -144,15 +146,16 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
 
 @explains_arguments
 def grow(
-    tree: TrajectoryTree, texts: Texts, parents: Integers
+    tree: TrajectoryTree, sequences: IntegerRows, parents: Integers
 ) -> tuple[TrajectoryTree, jax.Array]:
     """Add segments to a tree.
 
-    Outside jit a row is added for each token, inside jit for each entry of `texts`.
+    Outside jit a row is added for each token, inside jit for each entry of `sequences`.
 
     Args:
       tree: S segments.
-      texts: i32[N, C], -1 past the end of each segment, or a list of token ids of each.
+      sequences: i32[N, C], -1 past the end of each segment, or a list of token ids of
+        each.
       parents: i32[N], the parent of each new segment in the tree, -1 for none; an int
         holds for all.
 
@@ -171,31 +174,31 @@ def grow(
       >>> tree.parents.tolist(), tree.tokens.tolist()
       ([-1, 0, 0, 2], [5, 6, 7, 8, 9, 4, 1, 2])
     """
-    given = as_prompts(texts, "texts")
+    given = as_prompts(sequences, "sequences")
     (known,) = broadcast(given.shape[0], parents=parents)
     first = tree.num_segments
     if is_known(known):
-        for text in np.flatnonzero(np.asarray(known) >= first):
+        for row in np.flatnonzero(np.asarray(known) >= first):
             raise UsageError(
-                f"parents[{text}] must be a segment of the tree, "
-                f"0 to {first - 1}, or -1 for none, got {known[text]}"
+                f"parents[{row}] must be a segment of the tree, "
+                f"0 to {first - 1}, or -1 for none, got {known[row]}"
             )
     numbers = np.arange(first, first + given.shape[0], dtype=np.int32)
     return _continue(tree, given, known), jnp.asarray(numbers)
 
 
 def _continue(
-    tree: TrajectoryTree, texts: jax.Array, parents: jax.Array
+    tree: TrajectoryTree, sequences: jax.Array, parents: jax.Array
 ) -> TrajectoryTree:
     """Add new segments with parents, i32[N], numbered in the new tree."""
-    rows = list_rows(texts)
+    rows = list_rows(sequences)
     xp: Any = np if is_known(rows.owners) else jnp
     segments = xp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
     grown = TrajectoryTree(
         tokens=join_arrays(tree.tokens, rows.tokens),
         segments=join_arrays(tree.segments, segments),
         parents=join_arrays(tree.parents, jnp.asarray(parents)),
-        max_length=_bound_length(tree, parents, texts.shape[1]),
+        max_length=_bound_length(tree, parents, sequences.shape[1]),
     )
     if not is_known(grown):
         return grown
@@ -245,7 +248,7 @@ def measure(tree: TrajectoryTree) -> Measures:
 
 
 @explains_arguments
-def read_text(tree: TrajectoryTree, segment: int) -> list[int]:
+def read_sequence(tree: TrajectoryTree, segment: int) -> list[int]:
     """Return the sequence of a segment, its parents' tokens and its own (host).
 
     Args:
@@ -261,7 +264,7 @@ def read_text(tree: TrajectoryTree, segment: int) -> list[int]:
     Example:
       >>> import jkv
       >>> tree = jkv.TrajectoryTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
-      >>> jkv.trees.read_text(tree, 2)
+      >>> jkv.trees.read_sequence(tree, 2)
       [5, 6, 7, 9, 4]
     """
     if not 0 <= segment < tree.num_segments:

@@ -1,1 +1,0 @@
-"""Logits processor state in the loops, a row for each sequence."""
