@@ -1,11 +1,11 @@
-"""An agent with a calculator: a rollout of turns and branches, and the gradient of it.
+"""An agent with a calculator: a rollout tree and its policy gradient.
 
     python examples/agent_tree.py --turns 8 --branches 8
 
-In each turn the bundled model samples a line for each branch. The calculator adds up
-the numbers of a line; one with numbers is worth 1, and the first line with numbers goes
-on, behind the sum. The rollout records its tree, and `jkv.score` computes each token
-once, forward and in the gradient of a policy's loss. The agent is in `agents/`.
+In each turn the bundled model samples one line per branch. The calculator adds the
+numbers of a line; a line with numbers has reward 1, and the first of them continues,
+followed by the sum. `jkv.score` computes each token of the recorded tree once, in the
+forward pass and in the gradient of the policy loss. The agent is in `agents/`.
 """
 
 from functools import partial
@@ -39,10 +39,10 @@ def main():
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
     add("prompt", nargs="?", type=text, default=PROMPT)
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--turns", type=number, default=8, help="of the rollout; %(default)s")
-    add("--branches", type=number, default=8, help="in each turn; %(default)s")
-    add("--rate", type=at_least(0, float), default=0.1, help="of learning; %(default)s")
+    add("--model", default=BUNDLED, help="a Hugging Face folder; default: bundled")
+    add("--turns", type=number, default=8, help="per rollout; %(default)s")
+    add("--branches", type=number, default=8, help="per turn; %(default)s")
+    add("--rate", type=at_least(0, float), default=0.1, help="step size; %(default)s")
     options = parser.parse_args()
     jkv.keep_compiled_programs()
     with answering_errors():
@@ -50,7 +50,7 @@ def main():
 
 
 def show(options):
-    """Play, learn, and print the shared tokens."""
+    """Run a rollout and two policy gradient steps; print rewards and shared tokens."""
     model, params = pretrained.load(options.model, dtype=jnp.float32)
     tokenizer = pretrained.load_tokenizer(options.model)
     config = model.cache_config(
@@ -59,8 +59,8 @@ def show(options):
     agent = Agent(model, params, tokenizer, options.branches)
     _, played = agent.play(jkv.init(config), options.prompt, options.turns)
     record, tree = played.record, played.record.tree
-    print(agent.read(trees.read_text(tree, played.trunk)))
-    lengths = [len(trees.read_text(tree, segment)) for segment in played.rewards]
+    print(agent.read(trees.read_sequence(tree, played.trunk)))
+    lengths = [len(trees.read_sequence(tree, segment)) for segment in played.rewards]
     print(f"{sum(played.rewards.values()):.0f} of {len(lengths)} lines have numbers")
     print(f"{tree.num_rows} rows instead of {sum(lengths)} of separate texts")
 
@@ -73,7 +73,7 @@ def show(options):
 
 
 def find_advantages(played):
-    """Return each segment's value relative to its siblings, f32[S]."""
+    """Return the advantage of each segment over its siblings, f32[S]."""
     advantages = np.zeros(played.record.tree.num_segments, np.float32)
     for segments in played.siblings:
         rewards = np.array([played.rewards[segment] for segment in segments])
@@ -82,7 +82,11 @@ def find_advantages(played):
 
 
 def improve(model, config, rate, params, record, advantages):
-    """Return the gain, the largest difference of scores, and better weights."""
+    """Take a gradient step.
+
+    Returns:
+        The gain, the largest difference of log-probabilities, and new parameters.
+    """
     segments = record.tree.segments
     counts = record.is_generated[segments] & (segments >= 0)
 

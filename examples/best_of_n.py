@@ -1,11 +1,11 @@
-"""The best of n samples of each prompt, by likelihood or by vote.
+"""Best-of-n sampling by mean log-probability or majority vote.
 
     python examples/best_of_n.py --samples 8 "The with statement"
     python examples/best_of_n.py --by majority --answer '\\b(\\w+)\\.' "A tuple is"
 
-Each prompt is computed once; its samples share its blocks (`fork`) and take their own
-as they grow. By majority the samples vote with the first match of `--answer` in their
-texts (self-consistency); without it, with their whole texts.
+Each prompt is computed once. Its samples share the prompt's blocks (`fork`) and
+allocate their own as they grow. By majority (self-consistency), each sample votes with
+the first match of `--answer` in its completion, or with the whole completion.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ PROMPTS = [
     "values may be anything. Two dictionaries compare equal if and only if they",
 ]
 
-# Rows of a step that computes prompts or tokens: one size, one program to compile.
+# Rows per step, for prompts and decoding alike: one shape, one compilation.
 ROWS = 32
 
 generate = jkv.jitted.generate
@@ -39,12 +39,12 @@ def main():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("prompts", nargs="*", type=text, default=PROMPTS)
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--samples", type=at_least(1), default=8, help="of each prompt; %(default)s")
+    add("--model", default=BUNDLED, help="a Hugging Face folder; default: bundled")
+    add("--samples", type=at_least(1), default=8, help="per prompt; %(default)s")
     add("--max-new-tokens", type=at_least(1), default=48)
     add("--temperature", type=at_least(0, float), default=0.9)
     add("--by", choices=["mean_logprob", "majority"], default="mean_logprob")
-    add("--answer", type=pattern, help="regular expression of what samples vote with")
+    add("--answer", type=pattern, help="regular expression of the answer to vote on")
     options = parser.parse_args()
     jkv.keep_compiled_programs()
     with answering_errors():
@@ -52,7 +52,7 @@ def main():
 
 
 def show(options):
-    """Generate, choose, and print the chosen texts with their log-probabilities."""
+    """Generate, and print the best completions with their log-probabilities."""
     model, params = pretrained.load(options.model)
     tokenizer = pretrained.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text).ids for text in options.prompts]
@@ -86,7 +86,7 @@ def show(options):
         print(f", mean log-probability {means[row]:.2f} of", end=" ")
         print(*(f"{mean:.2f}" for mean in means[samples]), end="; ")
         print(f"{votes} of {options.samples} votes\n{options.prompts[i]}{texts[row]}\n")
-    # A sequence's last token is never put in the cache.
+    # The last token of a sequence is not in the cache.
     whole = np.repeat([len(ids) for ids in prompts], options.samples) + lengths - 1
     blocks = int(np.sum(-(-whole // cache.block_size)))
     peak = int(result.statistics.peak_blocks)
@@ -94,13 +94,13 @@ def show(options):
 
 
 def find_answers(texts, pattern):
-    """Number the answers, alike for texts that answer alike; -1 is none, i32[N]."""
-    said = list(texts)
+    """Number the distinct answers, i32[N]; -1 marks a completion without an answer."""
+    answers = list(texts)
     if pattern:
         matches = [pattern.search(text) for text in texts]
-        said = [m.group(m.lastindex or 0) if m else None for m in matches]
-    names = list(dict.fromkeys(answer for answer in said if answer is not None))
-    return np.array([-1 if a is None else names.index(a) for a in said], np.int32)
+        answers = [m.group(m.lastindex or 0) if m else None for m in matches]
+    names = list(dict.fromkeys(answer for answer in answers if answer is not None))
+    return np.array([-1 if a is None else names.index(a) for a in answers], np.int32)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Chat with a checkpoint: the history stays in the cache, new tokens are computed.
+"""Chat with a checkpoint; the cache keeps the history, so only new tokens are computed.
 
     python examples/chat.py --model path/to/checkpoint
 
-A line is a message; one that begins with a slash is a command:
+Each line is a message. A line that starts with a slash is a command:
 
-    /undo         forget the last turn
-    /branch       go on in a copy of the conversation
-    /switch N     go to branch N
-    /save FILE    write this conversation
-    /load FILE    read one, as a branch of its own
+    /undo         remove the last turn
+    /branch       continue in a copy of the conversation
+    /switch N     switch to branch N
+    /save FILE    save this conversation
+    /load FILE    load a conversation as a new branch
 
-A model without a chat template, as the bundled one, continues the text.
+Without a chat template, as in the bundled model, the model continues the messages.
 """
 
 from generating.arguments import Parser, add_stored_dtypes, at_least, text
@@ -26,17 +26,17 @@ def main():
         default=BUNDLED,
         help="a Hugging Face folder or GGUF file",
     )
-    add("--context", type=number, default=2048, help="tokens of a conversation")
-    said = "a full context drops N of its oldest tokens; %(const)s if not said"
-    add("--roll", type=number, nargs="?", const=256, metavar="N", help=said)
-    add("--branches", type=number, default=4, help="at most; %(default)s")
-    add("--max-new-tokens", type=number, default=128, help="of an answer; %(default)s")
-    add("--system", type=text, help="what the model is told before the first message")
+    add("--context", type=number, default=2048, help="maximum tokens; %(default)s")
+    help_text = "drop the N oldest tokens if the context is full; N is %(const)s"
+    add("--roll", type=number, nargs="?", const=256, metavar="N", help=help_text)
+    add("--branches", type=number, default=4, help="maximum number; %(default)s")
+    add("--max-new-tokens", type=number, default=128, help="per answer; %(default)s")
+    add("--system", type=text, help="system prompt")
     add_stored_dtypes(parser)
-    said = "0 is greedy; generation_config.json's, else 0"
-    add("--temperature", type=at_least(0, float), help=said)
+    help_text = "0 is greedy; from generation_config.json, else 0"
+    add("--temperature", type=at_least(0, float), help=help_text)
     options = parser.parse_args()
-    # Imported here, so that --help comes at once and Ctrl-C is answered meanwhile.
+    # Imported here so that --help is fast and Ctrl-C works during the imports.
     from chatting.turns import Chat
 
     import jkv
@@ -54,7 +54,7 @@ def main():
 
 
 def answer(chat, line):
-    """Run a line, or print why not; nothing is lost."""
+    """Run one line; print errors, which leave the conversation unchanged."""
     from chatting.commands import COMMANDS
 
     from jkv import CacheError
@@ -64,7 +64,9 @@ def answer(chat, line):
             return chat.take_turn(line)
         name, _, argument = line[1:].partition(" ")
         if name not in COMMANDS:
-            raise ValueError(f"no command /{name}; there are /{', /'.join(COMMANDS)}")
+            raise ValueError(
+                f"unknown command /{name}; use one of /{', /'.join(COMMANDS)}"
+            )
         print(f"({COMMANDS[name](chat, argument.strip())})")
     except (OSError, ValueError, CacheError) as error:
         print(f"({error})")

@@ -1,11 +1,11 @@
-"""Replicas of a model, each with a pool of its own: prompts are dealt to them.
+"""Data parallelism: replicas of a model with separate pools share a list of prompts.
 
     python examples/data_parallel.py
     python examples/data_parallel.py --replicas 4 --tensor-parallel 1 "import os"
 
-The devices are four real or four simulated ones. Two share a replica of the bundled
-model (its weights and the kv heads are divided between them), so there are two replicas
-with a pool each. Blocks and sequences of one are independent of the other's.
+The script uses four devices, real or simulated. Two devices share each replica of the
+bundled model (its weights and kv heads are sharded), so there are two replicas. Their
+pools and sequences are independent.
 """
 
 import jax
@@ -26,11 +26,11 @@ PROMPTS = (
     "def main():",
     "Return a copy of",
 )
-NUM_BLOCKS, BLOCK_SIZE = 64, 16  # of each pool
+NUM_BLOCKS, BLOCK_SIZE = 64, 16  # per pool
 
 
 def main() -> None:
-    """Continue prompts on all replicas, and print each one's texts and counts."""
+    """Generate on all replicas; print the completions and each replica's counts."""
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
     add("prompts", nargs="*", type=text, default=PROMPTS)
@@ -46,7 +46,7 @@ def main() -> None:
         prompts = [each.ids for each in tokenizer.encode_batch([*options.prompts])]
         longest = max(map(len, prompts)) + options.max_new_tokens
         if longest > NUM_BLOCKS * BLOCK_SIZE:
-            raise ValueError(f"a pool has no room for a text of {longest} tokens")
+            raise ValueError(f"a pool cannot hold a sequence of {longest} tokens")
     config = jkv.CacheConfig(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -89,18 +89,18 @@ def main() -> None:
 
 
 def make_mesh(num_replicas: int, num_sharing: int) -> jax.sharding.Mesh:
-    """Return a mesh with the axes "dp" and "tp", of simulated devices if need be."""
+    """Return a mesh with the axes "dp" and "tp"; devices are simulated if needed."""
     count = num_replicas * num_sharing
-    # Only before JAX initializes a device, and for CPUs only.
+    # Applies to CPUs only, and must precede JAX's initialization.
     jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
-        raise ValueError(f"{count} devices wanted, {jax.device_count()} there")
+        raise ValueError(f"{count} devices are needed, {jax.device_count()} found")
     devices = np.asarray(jax.devices()[:count]).reshape(num_replicas, num_sharing)
     return jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def pad(prompts: list[list[int]]) -> np.ndarray:
-    """Return prompts as i32[B, P], -1 past each one's end."""
+    """Return prompts as i32[B, P], padded with -1."""
     padded = np.full((len(prompts), max(map(len, prompts))), -1, np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt

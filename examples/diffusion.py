@@ -1,10 +1,10 @@
-"""Continue a text by block diffusion with DiffusionGemma, beside a causal loop.
+"""Generate by block diffusion with DiffusionGemma, and compare with a causal loop.
 
     python examples/diffusion.py --model path/to/diffusiongemma --prompt "Once upon"
 
-Several samples share one prompt in the cache. Each denoises blocks of tokens that
-attend to each other; finished blocks are written once and stay. The whole loop is one
-jitted program.
+Several samples share one prompt in the cache. Each sample denoises blocks of tokens
+with bidirectional attention; a finished block is written to the cache once. The whole
+loop is one jitted function.
 """
 
 import time
@@ -18,12 +18,12 @@ def main():
     add, number = parser.add_argument, at_least(1)
     add("--model", required=True, help="a folder with a DiffusionGemma checkpoint")
     add("--prompt", type=text, default="Once upon a time", help="%(default)r")
-    add("--samples", type=number, default=4, help="that share the prompt; %(default)s")
-    add("--blocks", type=number, default=2, help="of each sample; %(default)s")
-    add("--steps", type=number, default=8, help="of a block; %(default)s")
-    add("--seed", type=at_least(0), default=0, help="of the random tokens")
+    add("--samples", type=number, default=4, help="number of samples; %(default)s")
+    add("--blocks", type=number, default=2, help="per sample; %(default)s")
+    add("--steps", type=number, default=8, help="steps per block; %(default)s")
+    add("--seed", type=at_least(0), default=0, help="random seed; %(default)s")
     options = parser.parse_args()
-    # Imported here, so that --help comes at once.
+    # Imported here so that --help is fast.
     import jax
     import numpy as np
     import pretrained
@@ -52,7 +52,7 @@ def main():
         return loop(*given, max_new_tokens=num_new)[1].tokens
 
     for name, run in {"block diffusion": run_blocks, "causal": run_causally}.items():
-        jax.block_until_ready(run())  # compiled
+        jax.block_until_ready(run())  # compile
         start = time.perf_counter()
         tokens = np.asarray(run())
         seconds = time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""An Equinox module that decodes with a paged cache.
+"""An Equinox model with a paged cache.
 
     python examples/equinox_model.py
 
-An Equinox module is a pytree and is passed as `params` itself. Its layers are stacked
-and run by `lax.scan` with the cache in the carry, which leaves its arrays in place. The
-script generates from random weights and compares with plain causal attention.
+An Equinox module is a pytree, so it is passed as `params`. Its stacked layers run in
+`lax.scan` with the cache in the carry. The script generates with random weights and
+compares with plain causal attention.
 """
 
 from functools import partial
@@ -21,34 +21,31 @@ VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 96, 32, 3, 4, 1, 8, 
 
 
 class Block(eqx.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+    """Transformer block with pre-norm attention and MLP."""
 
     norms: tuple[eqx.nn.RMSNorm, ...]
-    projection: eqx.nn.Linear
-    output: eqx.nn.Linear
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
+    linears: tuple[eqx.nn.Linear, ...]  # QKV, output, up, down
 
     def __init__(self, key: jax.Array):
-        keys, width = jax.random.split(key, 4), (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        heads, inner = HEADS * HEAD_DIM, 4 * HIDDEN
+        sizes = [(HIDDEN, heads + 2 * KV_HEADS * HEAD_DIM), (heads, HIDDEN)]
+        sizes += [(HIDDEN, inner), (inner, HIDDEN)]
+        pairs = zip(sizes, jax.random.split(key, 4), strict=True)
+        self.linears = tuple(eqx.nn.Linear(*size, key=key) for size, key in pairs)
         self.norms = (eqx.nn.RMSNorm(HIDDEN), eqx.nn.RMSNorm(HIDDEN))
-        self.projection = eqx.nn.Linear(HIDDEN, width, use_bias=False, key=keys[0])
-        self.output = eqx.nn.Linear(HEADS * HEAD_DIM, HIDDEN, key=keys[1])
-        self.up = eqx.nn.Linear(HIDDEN, 4 * HIDDEN, key=keys[2])
-        self.down = eqx.nn.Linear(4 * HIDDEN, HIDDEN, key=keys[3])
 
     def __call__(self, hidden, attend):
-        """Run R tokens [R, E]; `attend` also returns the cache it changed."""
-        projected = jax.vmap(self.projection)(jax.vmap(self.norms[0])(hidden))
-        heads = projected.reshape(hidden.shape[0], -1, HEAD_DIM)
+        """Run R tokens [R, E]; `attend` returns the heads and the updated cache."""
+        project, output, up, down = map(jax.vmap, self.linears)
+        heads = project(jax.vmap(self.norms[0])(hidden))
+        heads = heads.reshape(hidden.shape[0], -1, HEAD_DIM)
         heads, cache = attend(*jnp.split(heads, (HEADS, HEADS + KV_HEADS), axis=1))
-        hidden = hidden + jax.vmap(self.output)(heads.reshape(hidden.shape[0], -1))
-        inner = jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norms[1])(hidden)))
-        return hidden + jax.vmap(self.down)(inner), cache
+        hidden = hidden + output(heads.reshape(hidden.shape[0], -1))
+        return hidden + down(jax.nn.gelu(up(jax.vmap(self.norms[1])(hidden)))), cache
 
 
 class Decoder(eqx.Module):
-    """Embeddings of tokens and positions, and blocks stacked over layers."""
+    """Decoder-only transformer with learned positions and stacked blocks."""
 
     tokens: eqx.nn.Embedding
     positions: eqx.nn.Embedding
@@ -63,11 +60,10 @@ class Decoder(eqx.Module):
         self.norm = eqx.nn.RMSNorm(HIDDEN)
 
     def __call__(self, tokens, positions, attend, cache):
-        """Return the logits [R, V] of R tokens, and the cache after all layers."""
+        """Return the logits [R, V] of R tokens and the updated cache."""
 
         def run_layer(carry, scanned):
-            hidden, cache = carry
-            layer, block = scanned
+            (hidden, cache), (layer, block) = carry, scanned
             return block(hidden, partial(attend, cache, layer)), None
 
         hidden = jax.vmap(self.tokens)(tokens) + jax.vmap(self.positions)(positions)
@@ -77,7 +73,7 @@ class Decoder(eqx.Module):
 
 
 def model(params, tokens, cache, batch, *, all_rows=False):
-    """Run the rows of a batch: a `jkv.Model` with a `Decoder` as its parameters."""
+    """Run the rows of a batch; a `jkv.Model` whose parameters are a `Decoder`."""
 
     def attend(cache, layer, queries, keys, values):
         cache = jkv.write(cache, layer, batch, keys, values)
@@ -90,7 +86,7 @@ def model(params, tokens, cache, batch, *, all_rows=False):
 
 
 def dense(decoder, tokens):
-    """Return the logits [T, V] of one whole text, without a cache."""
+    """Return the logits [T, V] of one sequence, without a cache."""
 
     def attend(cache, _, *heads):
         batched = (x[None] for x in heads)
@@ -101,18 +97,16 @@ def dense(decoder, tokens):
 
 def main(num_tokens: int = 12) -> None:
     decoder = jax.tree.map(jnp.float32, Decoder(jax.random.key(0)))
-    fields = dict(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    sizes = dict(num_blocks=16, block_size=4, max_sequences=2, dtype=jnp.float32)
-    config = jkv.CacheConfig(**fields, **sizes, max_context_length=CONTEXT)
-    # Two prompts of unequal length, and the whole generation inside one jit.
+    sizes = dict(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    sizes |= dict(num_blocks=16, block_size=4, max_sequences=2, dtype=jnp.float32)
+    config = jkv.CacheConfig(**sizes, max_context_length=CONTEXT)
+    # Two prompts of different lengths; the whole generation is one jitted call.
     prompts = jnp.array([[5, 17, 80, 3, 9], [42, 7, -1, -1, -1]], jnp.int32)
-    # Steps of one size compile fastest.
-    options = dict(max_new_tokens=num_tokens, row_counts=(8,))
-    generate = partial(jkv.generate, model, **options)
-    generate = jax.jit(generate, donate_argnums=1)  # the cache is updated in place
+    options = dict(max_new_tokens=num_tokens, row_counts=(8,))  # one step shape
+    generate = jax.jit(partial(jkv.generate, model, **options), donate_argnums=1)
     cache, result = generate(decoder, jkv.init(config), prompts)
     for prompt, new in zip(prompts, result.tokens, strict=True):
-        prompt = prompt[prompt >= 0]  # without the padding at its end
+        prompt = prompt[prompt >= 0]  # without padding
         logits = jax.jit(dense)(decoder, jnp.concatenate([prompt, new]))
         greedy = logits.argmax(-1).astype(new.dtype)[len(prompt) - 1 : -1]
         assert (new == greedy).all(), "plain attention must choose the same tokens"

@@ -1,11 +1,11 @@
-"""A Flax NNX module that decodes with a paged cache.
+"""A Flax NNX model with a paged cache.
 
     python examples/flax_model.py
 
-The module is written without a thought for caches: each layer hands its queries, keys
-and values to an `attend` function. Given plain causal attention it is a model to train;
-given `jkv.write` and `jkv.attend` it is one to decode with. The script generates from
-random weights and shows that both give the same logits.
+The module does not depend on a cache: each layer passes its queries, keys and values to
+an `attend` function. With plain causal attention the model can be trained; with
+`Step.attend` it decodes. The script generates with random weights and shows that both
+return the same logits.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 96, 32, 2, 4, 2, 8, 
 
 
 class Block(nnx.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+    """Transformer block with pre-norm attention and MLP."""
 
     def __init__(self, rngs: nnx.Rngs):
         width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -44,7 +44,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Logits [R, V] of R tokens and their positions."""
+    """Decoder-only transformer: logits [R, V] of R tokens and positions."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
@@ -54,8 +54,8 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens, positions, attend: Callable) -> jax.Array:
         hidden = self.tokens(tokens) + self.positions(positions)
-        for layer, block in enumerate(self.blocks):
-            hidden = block(hidden, partial(attend, layer))
+        for block in self.blocks:
+            hidden = block(hidden, attend)
         return self.tokens.attend(self.norm(hidden))
 
 
@@ -63,24 +63,16 @@ def paged(decoder: Decoder) -> tuple[jkv.Model, nnx.State]:
     """Return the module as a `jkv.Model` and its parameters."""
     graph, params = nnx.split(decoder)
 
-    def model(params, tokens, cache, batch, *, all_rows=False):
-        def attend(layer, queries, keys, values):
-            nonlocal cache
-            cache = jkv.write(cache, layer, batch, keys, values)
-            return jkv.attend(cache, layer, batch, queries)
+    def forward(params, tokens, positions, step: jkv.Step) -> jax.Array:
+        return nnx.merge(graph, params)(tokens, positions, step.attend)
 
-        logits = nnx.merge(graph, params)(tokens, batch.positions, attend)
-        if not all_rows:
-            logits = jnp.take(logits, batch.last_rows, axis=0, mode="clip")
-        return logits, cache
-
-    return model, params
+    return jkv.model_of(forward, rows="packed"), params
 
 
 def dense(decoder: Decoder, tokens: jax.Array) -> jax.Array:
-    """Return the logits [T, V] of one whole text, without a cache."""
+    """Return the logits [T, V] of one sequence, without a cache."""
 
-    def attend(_, queries, keys, values):
+    def attend(queries, keys, values):
         batched = (x[None] for x in (queries, keys, values))
         return jax.nn.dot_product_attention(*batched, is_causal=True)[0]
 
@@ -100,21 +92,24 @@ def main(num_tokens: int = 12) -> None:
         logits, cache = model(params, tokens, cache, batch)
         return jkv.commit(cache, batch), batch.status, logits
 
-    # Two prompts of unequal length: their rows are packed into one array.
-    texts, lengths = [[5, 17, 80, 3, 9], [42, 7]], jnp.array([5, 2])
+    # Two prompts of different lengths, packed into one array of rows.
+    sequences, lengths = [[5, 17, 80, 3, 9], [42, 7]], jnp.array([5, 2])
     cache, opened = jkv.allocate(cache, lengths)
-    rows = jnp.array(sum(texts, []))
+    rows = jnp.array(sum(sequences, []))
     for _ in range(num_tokens):
         cache, status, logits = step(params, cache, opened.seq_ids, lengths, rows)
         jkv.raise_for_status(status)
         rows, lengths = logits.argmax(-1), jnp.array([1, 1])
-        texts = [[*text, int(token)] for text, token in zip(texts, rows, strict=True)]
+        sequences = [
+            [*sequence, int(token)]
+            for sequence, token in zip(sequences, rows, strict=True)
+        ]
 
     whole = jax.jit(partial(dense, decoder))
-    for text, paged_logits in zip(texts, logits, strict=True):
-        error = jnp.abs(whole(jnp.array(text[:-1]))[-1] - paged_logits).max()
+    for sequence, paged_logits in zip(sequences, logits, strict=True):
+        error = jnp.abs(whole(jnp.array(sequence[:-1]))[-1] - paged_logits).max()
         assert error < 1e-4, "the paged model must agree with plain attention"
-        print(*text, f"| paged and plain logits differ by at most {error:.0e}")
+        print(*sequence, f"| paged and plain logits differ by at most {error:.0e}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""One long context on several devices, each of which holds a part of every block.
+"""Context parallelism: one long sequence, with every block split over devices.
 
     python examples/long_context.py
     python examples/long_context.py --devices 8 --module argparse --tokens 1800
 
-The bundled model reads the documentation of a module and goes on with it: on real
-devices, or on simulated ones. Model and loop are the same as for one device; only
-`jkv.init` gets the mesh.
+The bundled model continues the documentation of a module, on real or simulated devices.
+Model and loop are the same as on one device; only `jkv.init` gets a mesh.
 """
 
 import argparse
@@ -21,11 +20,11 @@ from jax.sharding import AxisType
 
 import jkv
 
-BLOCK_SIZE = 16  # of each device's part
+BLOCK_SIZE = 16  # per device
 
 
 def main() -> None:
-    """Continue a long text, and print each device's share of it."""
+    """Continue a long prompt, and print each device's share of the cache."""
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
     add("--devices", type=number, default=4, help="%(default)s")
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def document(name: str) -> str:
-    """Return the text of `help` about a module."""
+    """Return the documentation of a module, as printed by `help`."""
     try:
         return pydoc.plain(pydoc.render_doc(name))
     except (ImportError, pydoc.ErrorDuringImport) as error:
@@ -90,11 +89,11 @@ def document(name: str) -> str:
 
 
 def make_mesh(count: int) -> jax.sharding.Mesh:
-    """Return a mesh with the axis "cp", of simulated devices if need be."""
-    # Only before JAX initializes a device, and for CPUs only.
+    """Return a mesh with the axis "cp"; its devices are simulated if needed."""
+    # Applies to CPUs only, and must precede JAX's initialization.
     jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
-        raise ValueError(f"{count} devices wanted, {jax.device_count()} there")
+        raise ValueError(f"{count} devices are needed, {jax.device_count()} found")
     return jax.sharding.Mesh(
         np.asarray(jax.devices()[:count]), ("cp",), axis_types=(AxisType.Auto,)
     )

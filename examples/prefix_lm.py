@@ -1,9 +1,9 @@
-"""Continue a text with a prefix-LM, HRM-Text.
+"""Generate with a prefix language model, HRM-Text.
 
     python examples/prefix_lm.py --model path/to/hrm-text --prompt "Why?"
 
-The prompt attends to itself both ways: it is one span of its prompt. The answer is
-causal.
+Attention is bidirectional within the prompt, which forms one span, and causal in the
+answer.
 """
 
 from generating.arguments import Parser, at_least, text
@@ -12,11 +12,11 @@ from generating.exiting import answering_errors, errors_in_one_line
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--model", required=True, help="a folder with a checkpoint")
+    parser.add_argument("--model", required=True, help="an HRM-Text folder")
     parser.add_argument("--prompt", type=text, default="Why is the sky blue?")
     parser.add_argument("--max-new-tokens", type=at_least(1), default=64)
     options = parser.parse_args()
-    # Imported here, so that --help comes at once.
+    # Imported here so that --help is fast.
     import pretrained
     from pretrained.hrm_text import load
 

@@ -1,13 +1,13 @@
-"""Continue a file of prompts, and write each result as soon as it is there.
+"""Generate completions for a file of prompts; write each result when it is finished.
 
     python examples/serve_batch.py prompts.jsonl results.jsonl --model FOLDER
 
-Each line of the first file is a JSON object in the form of OpenAI's API: "prompt" or
-"messages", the fields of docs/how-to/openai-server.md and an "id", which the result
-repeats. Lines of OpenAI's batches ("custom_id", "method", "url", "body") are answered
-in that form. A line that cannot be answered gets an "error", and the exit status is 1.
-Results in the second file are not computed again: rerun the command after an interrupt.
-`--processes 2 --restarts 1` shares the model and resumes after a process has died.
+Each input line is a JSON object as in OpenAI's API: "prompt" or "messages", the fields
+of docs/how-to/openai-server.md, and an "id" that is copied to the result. Lines in the
+format of OpenAI's Batch API ("custom_id", "method", "url", "body") get results in that
+format. If a line fails, its result has an "error" and the exit status is 1.
+To resume after an interrupt, run the command again: finished results are skipped.
+`--processes 2 --restarts 1` shards the model and restarts after a process has died.
 """
 
 from generating.arguments import Parser
@@ -17,14 +17,14 @@ COUNTS = ("max_running", "context", "max_new_tokens", "blocks", "rows")
 
 
 def main():
-    # Imported here, so that Ctrl-C is answered meanwhile.
+    # Imported here so that Ctrl-C works during the imports.
     from batching.command import serve
     from served import processes
     from served.loading import add_options
 
     parser = Parser(__doc__)
-    parser.add_argument("prompts", help="lines of JSON")
-    parser.add_argument("results", help="where to; what is there is gone on with")
+    parser.add_argument("prompts", help="input, JSON Lines")
+    parser.add_argument("results", help="output; finished results are kept")
     add_options(parser)
     options = parser.parse_args()
     for name in COUNTS:

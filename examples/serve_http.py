@@ -1,12 +1,12 @@
-"""Serve a model by the completions and chat endpoints of OpenAI's API.
+"""Serve a model with an OpenAI-compatible HTTP server.
 
     python examples/serve_http.py --model FOLDER --port 8000
     curl localhost:8000/v1/completions -d '{"prompt": "The with statement"}'
 
-With JKV_API_KEY in the environment clients need that key. `/health` says that the
-server is there, `/metrics` has numbers for Prometheus (`served/api.py`). `--processes
-2` shares the model among processes (`served/processes.py`). SIGUSR1 reads the weights
-of the folder anew (`served/renewing.py`).
+If JKV_API_KEY is set, clients must send that key. `/health` is the health check and
+`/metrics` exports Prometheus metrics (`served/api.py`). `--processes 2` shards the
+model over two processes (`served/processes.py`). SIGUSR1 reloads the weights of the
+folder (`served/renewing.py`).
 """
 
 import argparse
@@ -21,13 +21,15 @@ def main():
     loading.add_options(parser)
     running.add_options(parser)
     add = parser.add_argument
-    add("--max-waiting", type=int, default=256, help="more are refused; %(default)s")
-    said = "of the fields user, such as alice=2; 1 for the others"
-    add("--shares", nargs="+", type=loading.read_share, default=[], help=said)
-    add("--grammars", type=int, default=8, help="at one time; 0: none; %(default)s")
-    add("--rules", type=int, default=0, help="requests with biases, bans; %(default)s")
-    add("--tool-tags", nargs=2, metavar="TAG", help="around a call; <tool_call> ...")
-    add("--checks", action="store_true", help="of the cache after each window; slow")
+    add("--max-waiting", type=int, default=256, help="queue length; %(default)s")
+    help_text = "scheduling weights by client (user), such as alice=2; 1"
+    add("--shares", nargs="+", type=loading.read_share, default=[], help=help_text)
+    add("--grammars", type=int, default=8, help="at a time; 0 disables; %(default)s")
+    add("--rules", type=int, default=0, help="requests with token rules; %(default)s")
+    add(
+        "--tool-tags", nargs=2, metavar="TAG", help="around tool calls; <tool_call> ..."
+    )
+    add("--checks", action="store_true", help="check the cache after each window; slow")
     options = parser.parse_args()
     if options.api_key == "":
         parser.error("the API key is empty")
@@ -48,7 +50,7 @@ def main():
     if processes.is_follower():
         return processes.follow(served.engine, lambda: renewing.read_weights(options))
     print(f"{warm_up(served.engine)} programs are ready", flush=True)
-    renewing.renew_when_asked(served, options)
+    renewing.renew_on_signal(served, options)
     running.run(served, options)
 
 

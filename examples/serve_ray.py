@@ -1,13 +1,13 @@
-"""Serve a model by several replicas on Ray, behind one address.
+"""Serve several replicas of a model on Ray, behind one address.
 
     python examples/serve_ray.py --model FOLDER --replicas 2
     python examples/serve_ray.py --model FOLDER --replicas 1-8 --address auto
     python examples/serve_ray.py --model FOLDER --address auto --weights NEWER
 
-The endpoint is that of `serve_http.py`. A request goes to the replica that has most of
-its beginning, else to the one with most free blocks. The second form joins a cluster,
-where the number of replicas follows the load; the third gives running replicas other
-weights, one after the other. The code is in `replicated/`.
+The endpoints are those of `serve_http.py`. A request goes to the replica with the
+longest cached prefix, else to the one with the most free blocks. The second command
+joins a cluster and scales the number of replicas with the load. The third loads new
+weights into running replicas, one after the other. The code is in `replicated/`.
 """
 
 import argparse
@@ -24,17 +24,22 @@ def main():
     from served.loading import add_options
 
     add_options(parser, may_share=False)
-    add, said = parser.add_argument, "of a replica; %(default)s"
-    add("--replicas", type=read_range, default=(2, 2), help="a number, or 1-8; 2")
-    add("--address", help="of a cluster of Ray, or auto; else one on this machine")
-    add("--weights", help="another folder of the same model's weights")
-    add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
+    add, help_text = parser.add_argument, "per replica; %(default)s"
+    add("--replicas", type=read_range, default=(2, 2), help="number, or range 1-8; 2")
+    add("--address", help="address of a Ray cluster, or auto; default: a local one")
+    add("--weights", help="load weights of the same model from this folder")
+    add("--host", default="127.0.0.1", help="0.0.0.0 for all interfaces; %(default)s")
     add("--port", type=number, default=8000, help="%(default)s")
-    add("--max-waiting", type=at_least(1), default=256, help=said)
-    add("--grammars", type=number, default=8, help="at one time, " + said)
-    add("--kept-texts", type=number, default=64, help="that a pool keeps; %(default)s")
-    add("--cpus", type=amount, default=1.0, help=said)
-    add("--gpus", type=amount, default=0.0, help=said)
+    add("--max-waiting", type=at_least(1), default=256, help=help_text)
+    add("--grammars", type=number, default=8, help="at a time, " + help_text)
+    add(
+        "--kept-sequences",
+        type=number,
+        default=64,
+        help="kept in each pool; %(default)s",
+    )
+    add("--cpus", type=amount, default=1.0, help=help_text)
+    add("--gpus", type=amount, default=0.0, help=help_text)
     options = parser.parse_args()
     try:
         from ray import serve
@@ -50,7 +55,7 @@ def main():
     )
     print(f"http://{options.host}:{options.port} answers", flush=True)
     if options.address is None:
-        # The cluster on this machine ends with this process.
+        # The local cluster ends with this process.
         is_over = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: is_over.set())
         is_over.wait()
@@ -58,7 +63,7 @@ def main():
 
 
 def read_range(text):
-    """Read `3` or `1-8`."""
+    """Parse `3` or `1-8` as the minimum and maximum."""
     try:
         least, _, most = text.partition("-")
         found = int(least), int(most or least)

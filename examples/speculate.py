@@ -1,11 +1,11 @@
-"""Speculative decoding: the same text in fewer steps, several tokens verified at once.
+"""Speculative decoding: generate the same tokens in fewer steps.
 
     python examples/speculate.py --max-new-tokens 200 "The with statement"
 
-The text is generated greedily three times: a token a step, with draft tokens looked up
-in the text itself, and with draft tokens of a model of an eighth of the size, which
-`train_draft.py` trained to predict the bundled model's tokens. The script shows the
-text, and for each way the steps, the share of accepted draft tokens, and the time.
+The script decodes greedily three times: one token per step, with draft tokens from
+prompt lookup, and with draft tokens from a model of an eighth of the size, trained by
+`train_draft.py` to predict the bundled model's tokens. It prints the completion and,
+for each method, the number of steps, the acceptance rate and the speed.
 """
 
 import time
@@ -35,17 +35,17 @@ WAYS = ("plain", "looked-up", "drafted")
 generate = jkv.jitted.generate
 
 
-def make_cache(model, params, length, most_guesses):
-    """Return a cache for one text that can roll back `most_guesses` tokens."""
+def find_config(model, params, length, most_guesses):
+    """Return the configuration for one sequence and `most_guesses` draft tokens."""
     fields = dict(max_sequences=1, dtype=params["embedding"].dtype)
-    return jkv.init(model.cache_config(length, max_pending=most_guesses, **fields))
+    return model.cache_config(length, max_pending=most_guesses, **fields)
 
 
 def main():
     parser = Parser(__doc__)
     parser.add_argument("prompt", nargs="?", type=text, default=PROMPT)
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face folder")
-    parser.add_argument("--draft", default=DRAFT, help="one of the same vocabulary")
+    parser.add_argument("--draft", default=DRAFT, help="the draft model")
     number = at_least(1)
     parser.add_argument("--draft-tokens", type=number, default=4, help="per step")
     parser.add_argument("--max-new-tokens", type=number, default=128)
@@ -57,7 +57,7 @@ def main():
 
 
 def show(options):
-    """Generate in three ways, and print the text and each way's steps and time."""
+    """Generate with each method; print the completion, the steps and the speed."""
     model, params = pretrained.load(options.model)
     drafter, draft_params = pretrained.load(options.draft)
     tokenizer = pretrained.load_tokenizer(options.model)
@@ -73,13 +73,17 @@ def show(options):
         "drafted": DraftModel(
             model=drafter,
             params=draft_params,
-            cache=make_cache(drafter, draft_params, length, most),
+            config=find_config(drafter, draft_params, length, most),
             num_tokens=options.draft_tokens,
         ),
     }
-    cache, texts, lines = make_cache(model, params, length, most), [], []
+    sequences, lines = [], []
     for name in options.ways:
-        for _ in range(2):  # the first one compiles
+        config = find_config(model, params, length, most)
+        if ways[name] is not None:
+            config = jkv.with_drafter(config, ways[name])
+        cache = jkv.init(config)
+        for _ in range(2):  # the first run compiles
             began = time.perf_counter()
             cache, result = generate(
                 model,
@@ -90,19 +94,19 @@ def show(options):
                 stop_tokens=model.config.stop_tokens,
                 speculate=ways[name],
             )
-            texts.append(np.asarray(result.tokens[0, : result.lengths[0]]).tolist())
+            sequences.append(np.asarray(result.tokens[0, : result.lengths[0]]).tolist())
             seconds = time.perf_counter() - began
         counts = result.statistics
         right = (
             f"{counts.accepted_tokens} of {counts.draft_tokens} draft tokens accepted"
         )
-        speed = f"{len(texts[-1]) / seconds:4.0f} tokens/s"
+        speed = f"{len(sequences[-1]) / seconds:4.0f} tokens/s"
         lines.append(f"{name:10} {counts.num_steps:4} steps  {speed}  {right}")
 
-    print(f"{options.prompt}[{tokenizer.decode(texts[0])}]\n")
+    print(f"{options.prompt}[{tokenizer.decode(sequences[0])}]\n")
     print("\n".join(lines))
     if len(options.ways) > 1:
-        same = all(text == texts[0] for text in texts)
+        same = all(sequence == sequences[0] for sequence in sequences)
         print("the texts are the same" if same else "the texts differ by a rounding")
 
 

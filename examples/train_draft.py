@@ -2,14 +2,12 @@
 
     python examples/train_draft.py
 
-A Llama of an eighth of the bundled model's size, with its tokenizer. The bundled model
-reads the documents that it was trained on, goes on from the beginnings of some, and
-says after each token which one it holds the most likely; the draft learns to say the
-same. That is the distillation of Hinton et al. (2015) with the hardest of targets, as a
-greedy draft is right or wrong, and of Kim and Rush (2016) where the text is the model's
-own, as it is where the draft will guess. Held-out documents serve to measure alone.
+The draft model is a Llama of an eighth of the bundled model's size, with the same
+tokenizer. It learns the bundled model's most likely token after each token of the
+training documents and of the model's own completions (hard distillation; Kim and Rush,
+2016).
 
-It takes some ten minutes on two cores (estimated). A short run, to see that it works:
+Training takes about ten minutes on two cores (estimated). A short test run:
 
     python examples/train_draft.py --steps 20 --continued 8 --output /tmp/draft
 """
@@ -20,18 +18,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pretrained
+from bundled import corpus
+from bundled.model import CONFIG, FOLDER, Params, encode, forward, init_params, load
+from bundled.training import learning_rate, make_optimizer, save, take_step
 from generating.arguments import Parser, at_least
 from generating.exiting import answering_errors, errors_in_one_line
-from pydoc_model import CONFIG, FOLDER, Params, encode, forward, init_params, load
-from train_pydoc import learning_rate, make_optimizer, save, take_step
-
-import jkv
+from training import draft_windows
 
 DRAFT_FOLDER = FOLDER.parent / "pydoc_draft"
 DRAFT_CONFIG = CONFIG | {
@@ -41,52 +37,6 @@ DRAFT_CONFIG = CONFIG | {
     "num_attention_heads": 2,
 }
 NUM_STEPS, NUM_CONTINUED, SEED = 1300, 256, 0
-# Windows of so many tokens; of a continued one the first are a document's.
-WINDOW, START, WINDOWS_PER_STEP = 320, 128, 12
-RUNNING = 64
-
-
-def cut(documents: list[np.ndarray]) -> np.ndarray:
-    """Return the documents in windows, i32[N, WINDOW], N a multiple of a step's."""
-    stream = np.concatenate(documents)
-    count = len(stream) // WINDOW // WINDOWS_PER_STEP * WINDOWS_PER_STEP
-    return stream[: count * WINDOW].reshape(count, WINDOW)
-
-
-def go_on(windows: np.ndarray) -> np.ndarray:
-    """Return the windows with the bundled model's continuation of their beginnings."""
-    model, params = pretrained.load(FOLDER)
-    config = jkv.CacheConfig.for_context_length(
-        WINDOW, max_sequences=RUNNING, dtype=jnp.float32, **model.cache_fields
-    )
-    generate = jkv.jitted.generate
-    starts = windows[:, :START]
-    _, result = generate(
-        model,
-        params,
-        jkv.init(config),
-        starts,
-        max_new_tokens=WINDOW - START,
-        max_running=RUNNING,
-    )
-    return np.concatenate([starts, result.tokens], axis=1)
-
-
-@jax.jit
-def choose(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the most likely token after each one, i32[N, T]."""
-    return jnp.argmax(forward(params, tokens), axis=-1).astype(jnp.int32)
-
-
-def label(params: Params, windows: np.ndarray) -> np.ndarray:
-    """Return which token a model holds the most likely after each one, i32[N, T].
-
-    Args:
-      params: the model.
-      windows: i32[N, T], N a multiple of a step's.
-    """
-    parts = windows.reshape(-1, WINDOWS_PER_STEP, windows.shape[1])
-    return np.concatenate([np.asarray(choose(params, part)) for part in parts])
 
 
 def train(
@@ -95,10 +45,9 @@ def train(
     num_steps: int,
     minutes: float | None = None,
 ) -> Iterator[Params]:
-    """Train from scratch, for `minutes` or else for `num_steps`.
+    """Train from scratch, for `minutes` if given, else for `num_steps`.
 
-    Yields the parameters after 50 steps each, which the next step overwrites;
-    the last of it is the result.
+    Yields the parameters every 50 steps; the next step donates them.
     """
     optimizer = make_optimizer()
 
@@ -118,11 +67,10 @@ def train(
     state, rng = optimizer.init(params), np.random.default_rng(SEED)
     recent, progress, start = [], 0.0, time.perf_counter()
     while progress < 1:
-        chosen = rng.choice(len(windows), WINDOWS_PER_STEP, replace=False)
+        chosen = rng.choice(len(windows), draft_windows.WINDOWS_PER_STEP, replace=False)
         rate = np.float32(learning_rate(progress))
-        params, state, found = step(
-            params, state, windows[chosen], labels[chosen], rate
-        )
+        given = windows[chosen], labels[chosen], rate
+        params, state, found = step(params, state, *given)
         recent.append(np.asarray(found))
         spent = (time.perf_counter() - start) / 60
         progress = spent / minutes if minutes else len(recent) / num_steps
@@ -136,16 +84,10 @@ def train(
             yield params
 
 
-def measure(params: Params, teacher: Params, windows: np.ndarray) -> np.ndarray:
-    """Return where the draft agrees with the teacher, bool[N, T]."""
-    return label(params, windows) == label(teacher, windows)
-
-
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--steps", type=at_least(1), default=NUM_STEPS)
-    minutes = at_least(0.1, float)
-    parser.add_argument("--minutes", type=minutes, help="instead of a number of steps")
+    parser.add_argument("--minutes", type=at_least(0.1, float), help="instead of steps")
     parser.add_argument("--continued", type=at_least(1), default=NUM_CONTINUED)
     parser.add_argument("--output", type=Path, default=DRAFT_FOLDER)
     options = parser.parse_args()
@@ -154,21 +96,22 @@ def main() -> None:
         config = json.dumps(DRAFT_CONFIG, indent=2) + "\n"
         (options.output / "config.json").write_text(config)
     teacher, tokenizer = load(FOLDER)
+    cut, go_on = draft_windows.cut, draft_windows.go_on
     documents, held_out = (cut(encode(tokenizer, each)) for each in corpus.split())
-
     some = np.random.default_rng(SEED).permutation(len(documents))
     continued = go_on(documents[some[: options.continued]])
     windows = np.concatenate([documents, continued])
-    windows = windows[: len(windows) // WINDOWS_PER_STEP * WINDOWS_PER_STEP]
+    size = draft_windows.WINDOWS_PER_STEP
+    windows = windows[: len(windows) // size * size]
     print(f"{windows.size:,} tokens, {continued.size:,} of texts gone on", flush=True)
-    labels = label(teacher, windows)
+    labels = draft_windows.label(teacher, windows)
     for params in train(windows, labels, options.steps, options.minutes):
         save(params, options.output)
 
-    agrees = measure(params, teacher, held_out)
+    agrees = draft_windows.measure(params, teacher, held_out)
     print(f"on held-out documents the draft agrees in {agrees.mean():.1%}")
-    written = go_on(held_out[: 4 * WINDOWS_PER_STEP])
-    agrees = measure(params, teacher, written)[:, START - 1 : -1]
+    agrees = draft_windows.measure(params, teacher, go_on(held_out[: 4 * size]))
+    agrees = agrees[:, draft_windows.START - 1 : -1]
     print(f"on what the model writes from their beginnings in {agrees.mean():.1%}")
 
 

@@ -1,14 +1,13 @@
-"""Sentences that end in a given column, by tree search over texts in one jit.
+"""Monte Carlo tree search over sequences in one jit: lines that end in a given column.
 
     python examples/tree_search.py --width 24 --simulations 64 "The with statement"
 
-The model writes 32 lines at a time. The full stop of the first one must stand in column
-24, of the next one in column 25, and so on, and every token must be one of the 8 that
-the model finds likeliest. Greedy text gets stuck before the end of nearly every line.
-Monte Carlo tree search tries others: a node is a sequence of the cache, `fork` expands
-it, `truncate` takes a rollout back and `free` prunes. The script shows the lines, and
-the blocks at the peak beside those that copies of the cache would take. The search is
-in `searching/`.
+The model writes 32 lines at a time. The full stop of the first line must stand in
+column 24, of the next one in column 25, and so on, and every token must be one of the
+model's 8 most likely. Greedy decoding fails on nearly every line. The search explores
+others: a node is a sequence of the cache, `fork` expands it, `truncate` rolls a rollout
+back and `free` prunes. The script prints the lines, and the peak number of blocks with
+and without sharing. The search is in `searching/`.
 """
 
 from pathlib import Path
@@ -19,9 +18,8 @@ import numpy as np
 import pretrained
 from generating.arguments import Parser, at_least, text
 from generating.exiting import answering_errors, errors_in_one_line
-from rich.console import Console
-from rich.table import Table
-from searching.paged_texts import PagedTexts
+from searching.output import print_lines
+from searching.paged_sequences import PagedSequences
 from searching.puzzle import Puzzle, read_vocabulary
 from searching.search import Settings, Writer, search
 
@@ -34,18 +32,18 @@ The "with" statement is used to wrap the execution of a block with methods defin
 context manager. The block is executed, and the context manager is told of its end.
 If the block raises an exception, the context manager is told of it, too.
 The"""
-BLOCK_SIZE = 8  # a node takes one block, so small ones
+BLOCK_SIZE = 8  # small, since each node takes a block
 
 
 def main():
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
     add("prompt", nargs="?", type=text, default=PROMPT)
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--lines", type=number, default=32, help="searched at a time; %(default)s")
+    add("--model", default=BUNDLED, help="a Hugging Face folder; default: bundled")
+    add("--lines", type=number, default=32, help="number of lines; %(default)s")
     add("--width", type=number, default=24, help="of the first line; %(default)s")
-    add("--simulations", type=number, default=64, help="of each line; %(default)s")
-    add("--choices", type=at_least(2), default=8, help="likeliest tokens; %(default)s")
+    add("--simulations", type=number, default=64, help="per line; %(default)s")
+    add("--choices", type=at_least(2), default=8, help="top tokens; %(default)s")
     options = parser.parse_args()
     jkv.keep_compiled_programs()
     with answering_errors():
@@ -53,17 +51,17 @@ def main():
 
 
 def show(options):
-    """Search, and print the lines and their costs."""
+    """Run the search; print the lines and the block counts."""
     model, params = pretrained.load(options.model, dtype=jnp.float32, scan_layers=True)
     if model.config.has_states:
         raise ValueError(
-            "a layer with a state takes no rollout back: choose a model without"
+            "layers with a recurrent state cannot take rollouts back; use another model"
         )
     tokenizer = pretrained.load_tokenizer(options.model)
     widths = np.arange(options.width, options.width + options.lines, dtype=np.int32)
     vocabulary = read_vocabulary(tokenizer, model.config.vocab_size)
     prompt = np.array(tokenizer.encode(options.prompt).ids, np.int32)
-    # A token of a line has four characters or so.
+    # A token has about four characters; this limit allows for two.
     max_tokens = max(4, int(widths[-1]) // 2)
     if len(prompt) + max_tokens > model.config.max_context_length:
         raise ValueError(
@@ -72,22 +70,22 @@ def show(options):
         )
     settings = Settings(options.simulations, options.choices, max_tokens)
     config = choose_config(model, len(prompt), options.lines, settings)
-    texts, tree, found = solve(
+    sequences, tree, found = solve(
         model, params, jkv.init(config), prompt, Puzzle(widths, **vocabulary), settings
     )
     print_lines(tokenizer, widths, jax.device_get(found))
-    cache, shared, alone = texts.cache, texts.peak_blocks, texts.unshared_peak_blocks
+    cache, shared = sequences.cache, sequences.peak_blocks
     print(f"{int(tree.visits[:, 0].sum())} simulations of {options.lines} trees")
     print(f"{shared} blocks of {cache.block_size} tokens at the peak, ", end="")
-    print(f"{alone} if each node had copied its text")
+    print(f"{sequences.unshared_peak_blocks} if each node had copied its text")
     print(f"{jkv.num_free_blocks(cache)} of {cache.num_blocks} blocks free at the end")
 
 
 def choose_config(model, prompt_length, num_lines, settings):
-    """Return a cache for the trees: the search never lacks a block.
+    """Return a cache configuration with enough blocks for the whole search.
 
-    A node has one block of its own: a copy of its parent's partly filled one, or a new
-    one. A rollout has the blocks of a line until it is taken back.
+    Each node needs one block: a copy of its parent's partly filled block, or a new one.
+    A rollout needs the blocks of one line until it is rolled back.
     """
     num_nodes = num_lines * (settings.num_simulations + 1)
     of_rollout = settings.max_tokens // BLOCK_SIZE + 1
@@ -103,29 +101,14 @@ def choose_config(model, prompt_length, num_lines, settings):
 
 @jax.jit(static_argnames=("model", "settings"), donate_argnames="cache")
 def solve(model, params, cache, prompt, puzzle, settings):
-    """Search a continuation of the prompt for each puzzle, from an empty cache."""
+    """Search for a continuation of the prompt for each width, from an empty cache."""
     count = puzzle.widths.shape[0]
-    texts, seq_ids, logits = PagedTexts.open(model, params, cache, prompt, count)
-    writer = Writer(model, params, puzzle, settings)
-    tree, texts, found = search(writer, texts, seq_ids, logits)
-    return texts, tree, found
-
-
-def print_lines(tokenizer, widths, found):
-    """Print each line, how likely its tokens are, and the simulation that found one."""
-    table = Table(
-        "column", "line", "likely", "found in", box=None, padding=(0, 1, 0, 0)
+    sequences, seq_ids, logits = PagedSequences.open(
+        model, params, cache, prompt, count
     )
-    table.columns[1].no_wrap = True
-    for i, width in enumerate(widths):
-        tokens = found.lines.tokens[i, : found.lines.num_tokens[i]]
-        line = tokenizer.decode(tokens.tolist())
-        first = found.first[i]
-        numbers = (f"{found.values[i]:.2f}", str(first)) if first else ("", "none fits")
-        table.add_row(str(width), line, *numbers)
-    Console().print(table)
-    greedy, solved = int((found.first == 1).sum()), int((found.first > 0).sum())
-    print(f"\ngreedy text fits {greedy} of {len(widths)} lines, search {solved}")
+    writer = Writer(model, params, puzzle, settings)
+    tree, sequences, found = search(writer, sequences, seq_ids, logits)
+    return sequences, tree, found
 
 
 if __name__ == "__main__":

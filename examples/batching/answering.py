@@ -1,7 +1,7 @@
-"""From lines to requests, and from completions to results.
+"""Run the lines of a batch through the engine and write their results.
 
-A line is read by the same code as a client's body. Its logits processors are prepared
-in another thread, while the engine goes on with other lines.
+Lines are parsed like request bodies of the server. Logits processors are prepared in
+other threads while the engine runs.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from jkv.serving import Completion, EngineError
 from .forms import Form, read_form, write_answer, write_error
 from .lines import ResultLines
 
-# Lines that are in the engine's hands, for each that runs.
+# Submitted lines per running sequence.
 AHEAD = 4
 
-MOST_SECONDS = 24 * 3600.0  # in which there is room for a line's grammar and rules
+MOST_SECONDS = 24 * 3600.0  # to wait for a line's grammar and rules
 
 
 class Line(NamedTuple):
-    """A line that can be answered."""
+    """A parsed line."""
 
     number: int
     form: Form
@@ -47,7 +47,7 @@ def answer_all(
     display: Display,
     max_running: int,
 ) -> None:
-    """Answer the lines without a result, submitted ahead of the running ones."""
+    """Compute the missing results; lines are submitted ahead of the running ones."""
     batch = Batch(served, lines, results)
     while True:
         batch.begin_lines(AHEAD * max_running)
@@ -59,7 +59,7 @@ def answer_all(
 
 
 class Batch:
-    """Lines under way."""
+    """Lines that are waiting or running."""
 
     def __init__(self, served: Served, lines: list[str], results: ResultLines) -> None:
         self._served, self._lines, self._results = served, lines, results
@@ -70,11 +70,11 @@ class Batch:
 
     @property
     def has_begun(self) -> bool:
-        """True if the engine has a line."""
+        """True if the engine has lines."""
         return bool(self._running)
 
     def begin_lines(self, most: int) -> None:
-        """Begin so many lines at one time; one that cannot be has the reason."""
+        """Submit lines until `most` are in progress; write errors of invalid lines."""
         for future in [each for each in self._waiting if each.done()]:
             self._submit(self._waiting.pop(future), future)
         while len(self._running) + len(self._waiting) < most:
@@ -103,21 +103,21 @@ class Batch:
                 self._write(line, found)
 
     def wait(self) -> bool:
-        """Wait for the next line's logits processor; return True if there is one."""
+        """Wait for a line's logits processor; return False if no line waits for one."""
         wait(self._waiting, return_when=FIRST_COMPLETED)
         return bool(self._waiting)
 
     def _read(self, number: int) -> Line | None:
-        """Return a line, understood as a client's body is."""
+        """Parse a line; write its error and return None if it is invalid."""
         try:
             form = read_form(self._lines[number])
-            # The same again, should it be computed a second time.
+            # A default seed makes results reproducible.
             fields = {"seed": number} | dict(form.fields)
             is_chat = form.kind.is_chat
             parsed, shown = read_fields(self._served, fields, is_chat=is_chat)
             parsed = form.kind.bound(self._served, form.body, parsed)
             _check(parsed, shown)
-        except Exception as error:  # after any error the others are answered
+        except Exception as error:  # an error must not stop the batch
             self._fail(number, error)
             return None
         return Line(number, form, parsed, shown)
@@ -127,7 +127,7 @@ class Batch:
             held = Held() if processor is None else processor.result()
         except Refused as error:
             return self._fail(line.number, error)
-        if line.parsed.request.max_new_tokens == 0:  # echoed only
+        if line.parsed.request.max_new_tokens == 0:  # echo without generation
             held.release()
             return self._write(line, [_nothing()] * line.parsed.request.n)
         request = dataclasses.replace(
@@ -147,7 +147,7 @@ class Batch:
     def _write(self, line: Line, found: list[Completion]) -> None:
         text = self._lines[line.number]
         if any(each.reason == FinishReason.FAILED for each in found):
-            raise EngineError(f"a step failed at {text[:60]}: the next run tries again")
+            raise EngineError(f"a step failed: {text[:60]}: the next run tries again")
         chosen = select_likely(found, line.shown.num_choices)
         num_new = sum(len(each.tokens) for each in found)
         try:
@@ -160,7 +160,7 @@ class Batch:
         return None
 
     def _reply(self, line: Line) -> AnyReply:
-        """Return the writer of a line's texts."""
+        """Return the reply writer of a line."""
         scored: Sequence[Scored] = ()
         if line.shown.has_prompt_logprobs and self._served.scorer is not None:
             scored = self._served.scorer.score(line.parsed.prompts)
@@ -169,13 +169,13 @@ class Batch:
 
 
 def _check(parsed: ParsedBody, shown: Shown) -> None:
-    """Refuse fields that a result does not have."""
+    """Refuse options that batches do not support."""
     if len(parsed.prompts) > 1:
-        raise Refused("a line has one prompt", "prompt")
+        raise Refused("a line must have one prompt", "prompt")
     if shown.is_streamed:
-        raise Refused("stream is not served of a batch; leave it out", "stream")
+        raise Refused("stream is not supported in a batch; omit it", "stream")
 
 
 def _nothing() -> Completion:
-    """Return the completion of a text of no new tokens."""
+    """Return a completion without new tokens."""
     return Completion(-1, 0, [], [], FinishReason.LENGTH, "")

@@ -1,4 +1,4 @@
-"""A file of prompts: read, continued by an engine, written line by line."""
+"""The command of a batch: read prompts, run the engine, write results."""
 
 import argparse
 import sys
@@ -17,32 +17,32 @@ from .answering import answer_all
 from .forms import read_form
 from .lines import ResultLines
 
-MOST_GRAMMARS = 8  # at one time, if a line asks for one; others wait
+MOST_GRAMMARS = 8  # at a time, if a line has one
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Run the command line; end with status 1 if a line has an error."""
+    """Run the command; exit with status 1 if a line has an error."""
     if processes.is_follower():
         with answering_errors():
-            # The options of the lines determine the compiled programs, here as well.
+            # Lines determine the compiled programs, which all processes need.
             lines = read_lines(Path(options.prompts))
             processes.follow(load_for(options, lines).engine)
         return
     with answering_errors():
         lines = read_lines(Path(options.prompts))
         with ResultLines(Path(options.results), lines) as results:
-            # The other processes wait for this one, be there something to do or not.
+            # Other processes wait for this one, so run even without new lines.
             if len(results.done) < len(lines) or options.coordinator:
                 run(options, lines, results)
     answered = len(results.done) - len(results.failed)
-    said = f"{answered} of {len(lines)} lines are answered in {options.results}"
+    summary = f"{answered} of {len(lines)} lines are answered in {options.results}"
     if results.failed:
-        fail(FAILED, f"{said}, {len(results.failed)} have an error there")
-    print(said, file=sys.stderr)
+        fail(FAILED, f"{summary}, {len(results.failed)} have an error there")
+    print(summary, file=sys.stderr)
 
 
 def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> None:
-    """Load the model, and answer the lines without a result."""
+    """Load the model and compute the missing results."""
     served = load_for(options, lines)
     try:
         warm_up(served.engine)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> 
 
 
 def load_for(options: argparse.Namespace, lines: list[str]) -> Served:
-    """Load the model, with room for grammars and rules if a line asks for any."""
+    """Load the model; enable grammars and rules if a line has any."""
     parsed = {name for line in lines for name in _list_names(line)}
     return load(
         options,
@@ -66,11 +66,11 @@ def load_for(options: argparse.Namespace, lines: list[str]) -> Served:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file that are not blank.
+    """Return the nonblank lines of a file.
 
     Raises:
-        OSError: when it cannot be read.
-        ValueError: when it has none, or is not UTF-8.
+        OSError: if the file cannot be read.
+        ValueError: if it has no nonblank line, or is not UTF-8.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -78,12 +78,12 @@ def read_lines(path: Path) -> list[str]:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{path} has no line")
+        raise ValueError(f"{path} is empty")
     return lines
 
 
 def _list_names(line: str) -> list[str]:
-    """Return the names of a line's fields."""
+    """Return the names of a line's fields; empty for an invalid line."""
     try:
         fields = read_form(line).fields
         return [name for name, value in fields.items() if value is not None]

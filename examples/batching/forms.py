@@ -1,9 +1,9 @@
-"""The two forms of a line: a body with an "id", and OpenAI's with a "custom_id".
+"""The two formats of a line: a body with an "id", and that of OpenAI's Batch API.
 
     {"id": 7, "prompt": "The with statement"}
     {"custom_id": "7", "method": "POST", "url": "/v1/completions", "body": {...}}
 
-A result has the form of its line.
+A result has the format of its line.
 """
 
 import json
@@ -22,23 +22,23 @@ OF_BATCHES = {"custom_id", "method", "url", "body"}
 
 
 class Form(NamedTuple):
-    """A line's request, and the form of its result."""
+    """A line's request and the format of its result."""
 
     kind: Kind
     body: Mapping[str, Any]
-    name: str | None = None  # the custom_id of OpenAI's form
+    name: str | None = None  # custom_id in OpenAI's format
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The body in the words of completions and chats."""
+        """The body as fields of a completion or chat."""
         return self.kind.read(self.body)
 
 
 def read_form(line: str) -> Form:
-    """Return the request of a line.
+    """Parse the request of a line.
 
     Raises:
-        ValueError: for a line that is no object, or has fields not served of batches.
+        ValueError: if the line is not an object or has unsupported fields.
     """
     body = read_line(line)
     if not OF_BATCHES - {"method"} & body.keys():
@@ -47,18 +47,19 @@ def read_form(line: str) -> Form:
         return Form(KINDS[path], fields)
     name, url, fields = body.get("custom_id"), body.get("url"), body.get("body")
     if not isinstance(name, str) or not isinstance(fields, Mapping):
-        raise Refused("a line has a custom_id, a text, and a body, an object")
+        raise Refused("a line must have a custom_id, a string, and a body, an object")
     if body.get("method", "POST") != "POST" or url not in KINDS:
         raise Refused(
-            f"a line has the method POST and one of the urls {', '.join(KINDS)}", "url"
+            f"a line must have the method POST and one of the urls {', '.join(KINDS)}",
+            "url",
         )
     if unknown := body.keys() - OF_BATCHES:
-        raise Refused(f"{min(unknown)[:60]!r} is no field of a line; leave it out")
+        raise Refused(f"{min(unknown)[:60]!r} is not a field of a line; omit it")
     return Form(KINDS[url], fields, name)
 
 
 def write_error(line: str, error: Exception) -> dict[str, Any]:
-    """Return the result of a line that is not answered."""
+    """Return the result of a failed line."""
     words = str(error) or repr(error)
     try:
         given = json.loads(line)
@@ -67,11 +68,14 @@ def write_error(line: str, error: Exception) -> dict[str, Any]:
     if not isinstance(given, dict) or not given.keys() & OF_BATCHES:
         return name_of(line) | {"error": words}
     refused = error if isinstance(error, Refused) else Refused(words)
-    told = {"code": refused.code or refused.body["error"]["type"], "message": words}
+    described = {
+        "code": refused.code or refused.body["error"]["type"],
+        "message": words,
+    }
     answer = {"status_code": refused.status, "request_id": digest(line)}
     body = KINDS.get(str(given.get("url")), KINDS["/v1/completions"])
     answer["body"] = body.write_error(body.rename(refused))
-    return _frame(line, given.get("custom_id"), answer, told)
+    return _frame(line, given.get("custom_id"), answer, described)
 
 
 def write_answer(
@@ -80,13 +84,13 @@ def write_answer(
     """Return the result of a line.
 
     Args:
-        line: as it is in the file.
-        form: of the line.
+        line: the line as it is in the file.
+        form: its parsed form.
         found: the completion of each choice.
-        whole: the reply, as a client would have it.
+        whole: the reply in the API's format.
 
     Raises:
-        Refused: for a text that neither its model nor its limit ended.
+        Refused: if generation ended by other causes than a stop or a length limit.
     """
     if form.name is not None:
         for each in found:
@@ -103,10 +107,10 @@ def write_answer(
         }
         for index, each in enumerate(found)
     ]
-    for choice, told in zip(choices, whole.get("choices", ()), strict=False):
-        choice["text"] = told.get("text", choice["text"])  # behind the echo
-        if told["logprobs"] is not None:
-            choice["logprobs"] = told["logprobs"]
+    for choice, reported in zip(choices, whole.get("choices", ()), strict=False):
+        choice["text"] = reported.get("text", choice["text"])  # after the echo
+        if reported["logprobs"] is not None:
+            choice["logprobs"] = reported["logprobs"]
     return name_of(line) | {"choices": choices}
 
 

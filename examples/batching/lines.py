@@ -1,8 +1,8 @@
-"""Results as lines of JSON that survive an interrupt: none is lost, none comes twice.
+"""Crash-safe file of results as JSON Lines.
 
-A line counts once its newline is on the disk. The half-written line of a killed process
-is cut off when the next one begins; that of a full disk at once. Only the beginning of
-a result is ever cut off.
+A result counts once its newline is on disk. An incomplete last line, left by a killed
+process, is removed at the next start; after a failed write it is removed at once. No
+complete result is ever removed.
 """
 
 import functools
@@ -16,31 +16,31 @@ from typing import Any
 
 from served.asking.fields import check_texts
 
-# Levels kept free of Python's nesting limit: a result nests them deeper.
+# Levels of Python's nesting limit to keep free, since results nest requests.
 MARGIN = 50
 
 
 def digest(text: str) -> str:
-    """Return a hash of a line's request."""
+    """Return a hash of a line."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class ResultLines:
-    """A file of results, each with the number and the digest of the line it answers.
+    """File of results, each with the number and digest of its line.
 
     Attributes:
-        done: the numbers of the lines that have their results.
-        failed: the number of them with an error as result.
+        done: numbers of the lines with results.
+        failed: numbers of the lines with an error as result.
     """
 
-    def __init__(self, path: Path, asked: list[str]):
-        """Open a file, new or left by an earlier run over the same lines.
+    def __init__(self, path: Path, prompts: list[str]):
+        """Open a new file, or one of an earlier run with the same lines.
 
         Raises:
-            OSError: when it cannot be read or written.
-            ValueError: when it has something else, or the results of other lines.
+            OSError: if the file cannot be read or written.
+            ValueError: if the file has other contents, or results of other lines.
         """
-        self._asked = asked
+        self._prompts = prompts
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -52,14 +52,14 @@ class ResultLines:
             raise
 
     def write(self, number: int, result: dict[str, Any]) -> None:
-        """Add the result of a line.
+        """Append the result of a line.
 
         Raises:
-            OSError: when the disk does not take it; the file is as it was before.
+            OSError: if the disk is full or fails; the file is unchanged.
         """
-        named = {"line": number, "asked": digest(self._asked[number]), **result}
+        named = {"line": number, "digest": digest(self._prompts[number]), **result}
         text = f"{json.dumps(named, ensure_ascii=False)}\n"
-        # Half a surrogate pair, as an id may have, is written as JSON escapes it.
+        # Lone surrogates, which an id may contain, are written as JSON escapes.
         line = text.encode(errors="backslashreplace")
         written = 0
         try:
@@ -90,40 +90,42 @@ class ResultLines:
             self.failed.add(number)
 
     def _read(self, path: Path) -> int:
-        """Count the finished lines; return where the last whole line ends."""
+        """Read the results; return the length of the complete lines in bytes."""
         *whole, rest = path.read_bytes().split(b"\n")
         for line in whole:
             try:
                 result = json.loads(line)
-                number, asked = result["line"], result["asked"]
-                is_ours = asked == digest(self._asked[number])
+                number, hashed = result["line"], result["digest"]
+                is_ours = hashed == digest(self._prompts[number])
             except (ValueError, LookupError, TypeError, RecursionError):
                 is_ours = False
             if not is_ours:
                 raise ValueError(
-                    f"{path} has results of other prompts; give another file"
+                    f"{path} has results of other prompts; pass another file"
                 )
             self._count(number, result)
         if rest and not self._is_beginning(rest):
-            raise ValueError(f"{path} ends with what is no result; give another file")
+            raise ValueError(f"{path} ends with an invalid result; pass another file")
         return sum(len(line) + 1 for line in whole)
 
     def _is_beginning(self, rest: bytes) -> bool:
-        """True if a line without an end is how a result begins."""
-        pattern = rb'\{"line": (\d{1,18}), "asked": "(\w*)(.*)'
+        """True if an incomplete line is the beginning of a result."""
+        pattern = rb'\{"line": (\d{1,18}), "digest": "(\w*)(.*)'
         found = re.fullmatch(pattern, rest, re.DOTALL)
-        if found is None:  # then it ends before the digest
-            return b'{"line": 0, "asked": "'.startswith(re.sub(rb"\d+", b"0", rest))
-        number, asked, after = int(found[1]), found[2].decode(), found[3]
-        is_whole = number < len(self._asked) and asked == digest(self._asked[number])
+        if found is None:  # cut before the digest
+            return b'{"line": 0, "digest": "'.startswith(re.sub(rb"\d+", b"0", rest))
+        number, hashed, after = int(found[1]), found[2].decode(), found[3]
+        is_whole = number < len(self._prompts) and hashed == digest(
+            self._prompts[number]
+        )
         return is_whole or not after
 
 
 def read_line(line: str) -> dict[str, Any]:
-    """Return the object that a line is.
+    """Parse a line that must be a JSON object.
 
     Raises:
-        ValueError: when it is none, is nested too deeply, or its text is not Unicode.
+        ValueError: if it is not an object, nested too deeply, or not valid Unicode.
     """
     body = parse(line)
     if not isinstance(body, dict):
@@ -133,7 +135,7 @@ def read_line(line: str) -> dict[str, Any]:
 
 
 def name_of(line: str) -> dict[str, Any]:
-    """Return the id of a line, if it has one, as a part of its result."""
+    """Return a line's id as a field of its result; empty if it has none."""
     try:
         body = parse(line)
     except ValueError:
@@ -142,10 +144,10 @@ def name_of(line: str) -> dict[str, Any]:
 
 
 def parse(line: str) -> Any:
-    """Return the JSON of a line, if a result could hold it, too.
+    """Parse a line as JSON that a result can contain.
 
     Raises:
-        ValueError: when it is not JSON, or nested too deeply.
+        ValueError: if it is not JSON, or nested too deeply.
     """
     try:
         body = json.loads(line)

@@ -1,4 +1,4 @@
-"""Commands: lines that begin with a slash; each returns a line to print."""
+"""Slash commands; each returns a line to print."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from .turns import Branch, Chat
 
 
 def undo(chat: Chat, _: str) -> str:
-    """Forget the last turn: its tokens are dropped from the end of the sequence."""
+    """Remove the last turn; its tokens are truncated from the sequence."""
     branch = chat.branch
     if not branch.lengths:
         raise ValueError("nothing to undo")
@@ -19,7 +19,7 @@ def undo(chat: Chat, _: str) -> str:
 
 
 def branch(chat: Chat, _: str) -> str:
-    """Go on in a copy, which shares the blocks of the history."""
+    """Continue in a copy that shares the blocks of the history."""
     old = chat.branch
     before = int(jkv.num_free_blocks(chat.cache))
     cache, forked = jkv.fork(chat.cache, [old.seq_id])
@@ -33,18 +33,18 @@ def branch(chat: Chat, _: str) -> str:
 
 
 def switch(chat: Chat, number: str) -> str:
-    """Go to another branch."""
+    """Switch to another branch."""
     if not number.isdigit() or not 1 <= int(number) <= len(chat.branches):
-        raise ValueError(f"/switch needs a number from 1 to {len(chat.branches)}")
+        raise ValueError(f"/switch requires a number from 1 to {len(chat.branches)}")
     chat.branch = chat.branches[int(number) - 1]
     last = chat.branch.messages[-1]["content"] if chat.branch.messages else ""
     return f"branch {number}, {len(chat.branch.tokens)} tokens: ...{last[-60:]!r}"
 
 
 def save(chat: Chat, path: str) -> str:
-    """Write keys and values to a file, and the history to another beside it."""
+    """Save keys and values to a file, and the history to FILE.json."""
     if not path:
-        raise ValueError("/save needs the name of a file")
+        raise ValueError("/save requires a file name")
     jkv.save(path, chat.cache, [chat.branch.seq_id])
     with open(f"{path}.json", "w", encoding="utf-8") as file:
         json.dump(dataclasses.asdict(chat.branch), file)
@@ -52,9 +52,9 @@ def save(chat: Chat, path: str) -> str:
 
 
 def load(chat: Chat, path: str) -> str:
-    """Open a saved conversation beside the others."""
+    """Load a saved conversation as a new branch."""
     if not path:
-        raise ValueError("/load needs the name of a file")
+        raise ValueError("/load requires a file name")
     with open(f"{path}.json", encoding="utf-8") as file:
         branch = Branch(**json.load(file))
     chat.cache, opened = jkv.load(path, chat.cache)

@@ -1,4 +1,4 @@
-"""Command lines with errors of one line, raised before anything is loaded."""
+"""Argument parsers with one-line errors, raised before anything is loaded."""
 
 import argparse
 import math
@@ -9,21 +9,21 @@ from typing import Any, NoReturn
 
 from .exiting import BAD_VALUE
 
-# The gain over bfloat16, and the largest cost on two models, as in
-# jkv/formats/table.py, which is not imported, so that --help comes at once.
+# Capacity relative to bfloat16, and the largest loss on two models, as in
+# jkv/formats/table.py, which is not imported to keep --help fast.
 FORMATS = "int8 (1.9 times the tokens, perplexity +0.4%% at most), fp8 (1.9, +0.8%%)"
 VALUES = "int4 beside int8 (2.6 times the tokens, perplexity +1.0%%)"
 
 
 class Parser(argparse.ArgumentParser):
-    """Describes itself by the first line of a script's docstring."""
+    """Argument parser described by the first line of a script's docstring."""
 
     def __init__(self, doc: str | None, **options: Any):
         super().__init__(description=(doc or "").partition("\n")[0], **options)
 
     def error(self, message: str) -> NoReturn:
-        """End with one line, and exit status 2."""
-        # "argument --steps: must be ..." is "--steps must be ...".
+        """Exit with a one-line message and status 2."""
+        # Turn "argument --steps: must be ..." into "--steps must be ...".
         message = re.sub(r"^argument (\S+): must", r"\1 must", message)
         self.exit(BAD_VALUE, f"{self.prog}: error: {message}\n")
 
@@ -37,28 +37,28 @@ def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return value
 
-    read.__name__ = kind.__name__  # argparse says: invalid int value
+    read.__name__ = kind.__name__  # for argparse: "invalid int value"
     return read
 
 
 def add_stored_dtypes(parser: argparse.ArgumentParser) -> None:
-    """Add the dtypes of keys and values, with their costs and gains."""
+    """Add the options for the dtypes of keys and values."""
     add = parser.add_argument
-    add("--kv-dtype", help=f"of the cache: {FORMATS}; the model's")
-    add("--value-dtype", help=f"of its values: {VALUES}; as --kv-dtype")
+    add("--kv-dtype", help=f"dtype of the cache: {FORMATS}; the model's")
+    add("--value-dtype", help=f"dtype of the values: {VALUES}; as --kv-dtype")
 
 
 def text(given: str) -> str:
-    """Read a text that has a character to go on from, and can be encoded."""
+    """Parse a nonblank string that is valid UTF-8."""
     if not given.strip():
-        raise argparse.ArgumentTypeError("must be a text that is not empty")
+        raise argparse.ArgumentTypeError("must not be empty")
     if any("\ud800" <= character <= "\udfff" for character in given):
         raise argparse.ArgumentTypeError("must be UTF-8")
     return given
 
 
 def pattern(given: str) -> re.Pattern[str]:
-    """Read a regular expression."""
+    """Parse a regular expression."""
     try:
         return re.compile(given)
     except re.error as error:
@@ -68,7 +68,7 @@ def pattern(given: str) -> re.Pattern[str]:
 
 
 def new_file(*endings: str) -> Callable[[str], Path]:
-    """Return a parser of names of new files, in an existing folder."""
+    """Return a parser of file names in existing folders, with one of `endings`."""
 
     def read(given: str) -> Path:
         path = Path(given)
@@ -77,7 +77,7 @@ def new_file(*endings: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"must end in {names}, got {given}")
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(
-                f"must be in a folder that is there, got {given}"
+                f"must be in an existing folder, got {given}"
             )
         if path.is_dir():
             raise argparse.ArgumentTypeError(f"must be a file, {given} is a folder")

@@ -1,4 +1,4 @@
-"""Continue prompts: read them, run an engine on them, and show the texts."""
+"""Generate: read prompts, run an engine, print completions."""
 
 import argparse
 import dataclasses
@@ -21,26 +21,26 @@ from . import output, prompts
 from .exiting import answering_errors
 from .options import SAMPLING
 
-# Fewer steps a window show text sooner, more spend less time between windows.
+# Fewer steps per window show tokens sooner; more have less overhead.
 STEPS_A_WINDOW = 4
 
 
 class Task(NamedTuple):
-    """The prompts and options of a run."""
+    """Prompts, model and options of a run."""
 
     model: pretrained.Decoder
     params: pretrained.Params
     tokenizer: Tokenizer
     prompts: list[list[int]]  # token ids, B of them
-    padded: np.ndarray  # i32[B, P], the same as an array
+    padded: np.ndarray  # i32[B, P], padded with -1
     max_new_tokens: int
     sampling: jkv.Sampling
     config: jkv.CacheConfig | jkv.GroupedConfig
-    mesh: jax.sharding.Mesh | None  # the devices, where there are several
+    mesh: jax.sharding.Mesh | None  # None on one device
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Run the command line."""
+    """Run the command."""
     jkv.keep_compiled_programs()
     console = Console(stderr=True)
     with answering_errors():
@@ -78,7 +78,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def make_engine(task: Task, num_samples: int) -> Engine:
-    """Make an engine that runs all of them at one time."""
+    """Return an engine that runs all sequences at once."""
     stop_tokens = task.model.config.stop_tokens
     return Engine(
         task.model,
@@ -100,7 +100,7 @@ def make_engine(task: Task, num_samples: int) -> Engine:
 
 
 def submit(task: Task, engine: Engine, options: argparse.Namespace) -> list[int]:
-    """Submit all prompts; sample j of prompt i draws with its own seed."""
+    """Submit all prompts; each sample has its own seed."""
     numbers, n = [], options.num_samples
     seeds = spread_seeds(task.sampling.seeds, n * len(task.prompts))
     for i, ids in enumerate(task.prompts):
@@ -117,20 +117,20 @@ def submit(task: Task, engine: Engine, options: argparse.Namespace) -> list[int]
 
 
 def prepare(options: argparse.Namespace) -> Task:
-    """Read prompts and model, and size the cache.
+    """Read prompts and model, and choose the cache's size.
 
     Raises:
-        OSError: when a file cannot be read.
-        ValueError: for anything else that is wrong with prompts, model or options.
+        OSError: if a file cannot be read.
+        ValueError: if prompts, model or options are invalid.
     """
     for name in ("max_new_tokens", "num_samples"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     if not all(options.stop):
-        raise ValueError("--stop needs a text that is not empty")
+        raise ValueError("--stop must not be empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
-    # Refuse dtypes before the model is read.
+    # Refuse invalid dtypes before the model is loaded.
     dtypes = dict(dtype=options.kv_dtype, value_dtype=options.value_dtype)
     jkv.CacheConfig.toy(**{name: each for name, each in dtypes.items() if each})
     several = options.tensor_parallel != 1
@@ -153,7 +153,7 @@ def prepare(options: argparse.Namespace) -> Task:
         has_special_tokens=options.chat,
     )
     padded = prompts.pad(ids, context)
-    # One token more than the context takes: then that is given as the reason.
+    # One token beyond the context, so that CONTEXT_FULL is reported.
     room = context - min(map(len, ids)) + 2
     max_new_tokens = min(options.max_new_tokens, room)
     config = model.cache_config(
@@ -169,7 +169,7 @@ def prepare(options: argparse.Namespace) -> Task:
 
 
 def choose_sampling(options: argparse.Namespace) -> jkv.Sampling:
-    """Take the command line's values, else the checkpoint's, else our own."""
+    """Return the sampling parameters of the command line, checkpoint, or defaults."""
     chosen: dict[str, Any] = SAMPLING | pretrained.read_sampling(options.model)
     given = {name: getattr(options, name) for name in SAMPLING}
     chosen |= {name: value for name, value in given.items() if value is not None}

@@ -1,10 +1,9 @@
-"""Abnormal ends of a command: one line of output, for every cause.
+"""Exit with one line of output on errors and signals.
 
-Ctrl-C ends the process at once, by `os._exit`. JAX compiles on threads of its own: the
-main thread is interrupted, the compiler is not, and it takes up to half a minute. At
-exit Python and C++ destroy the client and the tables that it works with, and the
-process dies of a SIGSEGV. A client that is kept alive does not help: half of the
-processes then died in LLVM, as its own tables go when `exit` runs.
+Ctrl-C exits by `os._exit`. JAX compiles in threads that cannot be interrupted, for up
+to half a minute. A normal exit destroys the client and the tables in use, and the
+process dies of a SIGSEGV. Keeping the client alive does not help: half of the processes
+then died in LLVM, whose own tables `exit` destroys.
 """
 
 import contextlib
@@ -18,32 +17,32 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-# A shell's status for a process that a signal has ended: 128 and its number.
+# A shell's status for a process ended by a signal: 128 plus its number.
 INTERRUPTED, OUTPUT_CLOSED = 128 + 2, 128 + 13
 
-# An invalid value, as in argparse; and a failure for another reason.
+# Status of an invalid value, as in argparse, and of other failures.
 BAD_VALUE, FAILED = 2, 1
 
-# New objects after which Python looks for cycles. Tracing makes many that stay: after
-# 700 of them, as usual, it looks some 800 times until a first text.
+# Threshold of the garbage collector. Tracing creates many long-lived objects; with the
+# default of 700, it runs about 800 times before the first token.
 COLLECTED_AFTER = 20_000
 
-# The extra of jkv that brings a package; all others are in `examples`.
+# Extra of jkv that installs a package; the default is `examples`.
 EXTRAS = {"tunix": "tunix", "starlette": "http", "uvicorn": "http"}
 
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End with a line and the usual exit status on errors outside the program.
+    """Print one line and exit with the usual status on errors outside the program.
 
-    They are Ctrl-C, a closed pipe, and a package that is not installed: import all
-    packages but Python's own within.
+    These are Ctrl-C, a closed pipe, and a missing package: import all third-party
+    packages within this context.
     """
     set_known_flags()
     gc.set_threshold(COLLECTED_AFTER)
-    # A job in the background ignores Ctrl-C, and goes on to do so.
-    is_asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_asked:
+    # Background jobs ignore Ctrl-C; keep that.
+    handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_interrupt:
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield
@@ -51,7 +50,7 @@ def errors_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         end_now(INTERRUPTED, "\ninterrupted")
     except BrokenPipeError:
-        # Buffered output goes nowhere; else Python complains when it exits.
+        # Redirect buffered output, otherwise Python reports an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("\nstopped: the output was closed", file=sys.stderr)
         sys.exit(OUTPUT_CLOSED)
@@ -60,12 +59,12 @@ def errors_in_one_line() -> Iterator[None]:
         extra = EXTRAS.get(package, "examples")
         fail(FAILED, f"{error}; pip install '.[{extra}]' in the folder of jkv")
     finally:
-        if is_asked:
+        if handles_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def set_known_flags() -> None:
-    """Set XLA's flags that `jkv.doctor --first-light` found, before JAX is imported."""
+    """Set XLA flags found by `jkv.doctor --first-light`; call before importing JAX."""
     found = importlib.util.find_spec("jkv")
     for folder in (found and found.submodule_search_locations) or ():
         runpy.run_path(f"{folder}/xla_flags.py")["set_known_flags"]()
@@ -73,7 +72,7 @@ def set_known_flags() -> None:
 
 @contextlib.contextmanager
 def answering_errors() -> Iterator[None]:
-    """End with a line on a value that cannot be (2) and on a file that fails (1)."""
+    """Exit with one line on a ValueError (status 2) or an OSError (status 1)."""
     try:
         yield
     except BrokenPipeError:
@@ -85,15 +84,15 @@ def answering_errors() -> Iterator[None]:
 
 
 def fail(status: int, reason: object) -> NoReturn:
-    """Say in one line why the command ends."""
+    """Print an error in one line and exit."""
     print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
     sys.exit(status)
 
 
 def interrupt(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, or end now while a module is imported.
+    """Raise KeyboardInterrupt, or exit at once while a module is imported.
 
-    Modules in C++ that are half imported crash, or tell of it as an ImportError.
+    Half-imported C++ modules crash, or raise ImportError instead.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -102,12 +101,12 @@ def interrupt(_: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def end_now(status: int, said: str) -> None:
-    """End the process and all of its threads, as they are."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is answered already
-    # Where a pipe is closed, too, there is nothing to say.
+def end_now(status: int, message: str) -> None:
+    """Exit immediately, without waiting for threads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # already handled
+    # Standard output and error may both be closed.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        print(said, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The pool as cells: the kind of each block, in signs and colours for a terminal."""
+"""Map of the block pool as coloured characters for a terminal."""
 
 import colorsys
 import string
@@ -12,14 +12,14 @@ SIGNS = ".o+" + string.ascii_uppercase[:24]
 LEGEND = {FREE: "free", CACHED: "cached", SHARED: "shared", FIRST_COLOUR: "sequence A"}
 TEXT_LEGEND = "  ".join(f"{SIGNS[n]} {words}" for n, words in LEGEND.items()) + ", ..."
 
-# Of free, cached and shared blocks, then of the sequences: eight hues in three tones.
+# Free, cached and shared blocks, then sequences: eight hues in three tones.
 TONES = [(0.75, 1.0), (0.85, 0.62), (0.45, 0.97)]  # saturation and value
 HUES = [colorsys.hsv_to_rgb(i / 8, *tone) for tone in TONES for i in range(8)]
 COLOURS = np.array([[0.1] * 3, [0.5] * 3, [1.0] * 3, *HUES])
 
 
 def find_kinds(cache):
-    """Return the kind of each block, a row of COLOURS, int[N]."""
+    """Return the kind of each block, an index into COLOURS, int[N]."""
     (group,) = cache.metadata.groups
     cells = np.where(np.asarray(cache.metadata.index.hashes) == 0, FREE, CACHED)
     for seq_id, table in enumerate(np.asarray(group.block_tables)):
@@ -30,14 +30,14 @@ def find_kinds(cache):
 
 
 def draw_map(cache):
-    """Return the blocks of a pool of HEIGHT * WIDTH, int[HEIGHT, WIDTH]."""
+    """Return the map of a pool with HEIGHT * WIDTH blocks, int[HEIGHT, WIDTH]."""
     return find_kinds(cache).reshape(HEIGHT, WIDTH)
 
 
 def draw_overview(cache, width=64, most_rows=8):
-    """Return a map of a pool of any size, int[rows, width].
+    """Return the map of a pool of any size, int[rows, width].
 
-    In a large one a cell stands for several blocks, and shows the most that they are.
+    A cell of a large pool represents several blocks and shows their largest kind.
     """
     kinds = find_kinds(cache)
     each = -(-len(kinds) // (width * most_rows))
@@ -46,9 +46,9 @@ def draw_overview(cache, width=64, most_rows=8):
     return padded.reshape(rows, width, each).max(axis=2)
 
 
-def as_text(cells, said):
-    """Return the map with a sign for each block, coloured where there are colours."""
-    text = Text(f"{said}\n{TEXT_LEGEND}\n")
+def as_text(cells, caption):
+    """Return the map as text with one character per cell, coloured if supported."""
+    text = Text(f"{caption}\n{TEXT_LEGEND}\n")
     for i, cell in enumerate(cells.flat):
         red, green, blue = (255 * COLOURS[cell]).astype(int)
         style = f"black on rgb({red},{green},{blue})" if cell != FREE else ""

@@ -38,5 +38,5 @@ class Architecture:
     fused_experts: Literal["columns", "rows"] = "columns"
     ignored: tuple[str, ...] = ()
     has_windows: bool = False
-    biases: Literal["asked", "qkv", "none"] = "asked"
+    biases: Literal["configured", "qkv", "none"] = "configured"
     can_turn_partly: bool = False

@@ -2,11 +2,12 @@
 
 To add an architecture, add a row; where its config.json has keys of its own, a
 function to `readings.py` that turns them into fields of `DecoderConfig`; and a tiny
-checkpoint to `tests/support/checkpoint_fixtures.py`, to show that transformers gives
-the logits. `docs/how-to/architectures.md` goes through it. Rows with Mamba 2 or short
-convolutions are in `mamba_architectures.py`, rows with a gated delta rule in
-`delta_architectures.py`, and GLM, Hunyuan, ERNIE and others with experts in
-`expert_architectures.py`.
+checkpoint to `tests/support/checkpoints/checkpoint_fixtures.py`, to show that
+transformers gives the logits. `docs/how-to/architectures.md` goes through it. Rows
+with Mamba 2 or short convolutions are in `mamba_architectures.py`, rows with a gated
+delta rule in `delta_architectures.py`, GLM, Hunyuan, ERNIE and others with experts in
+`expert_architectures.py`, and models of 2026 with windows in
+`windowed_architectures.py`.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from .expert_architectures import EXPERT_ARCHITECTURES
 from .gemma_architectures import GEMMA_ARCHITECTURES
 from .mamba_architectures import MAMBA_ARCHITECTURES
 from .mistral_architectures import MISTRAL_ARCHITECTURES
+from .windowed_architectures import WINDOWED_ARCHITECTURES
+from .zaya_architectures import ZAYA_ARCHITECTURES
 
 COHERE = Architecture(
     defaults=dict(
@@ -213,3 +216,4 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 ARCHITECTURES |= GEMMA_ARCHITECTURES | MISTRAL_ARCHITECTURES | EXPERT_ARCHITECTURES
 ARCHITECTURES |= DELTA_ARCHITECTURES | MAMBA_ARCHITECTURES
+ARCHITECTURES |= WINDOWED_ARCHITECTURES | ZAYA_ARCHITECTURES

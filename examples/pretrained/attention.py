@@ -1,13 +1,16 @@
 """Attention over the paged cache, with keys of each head or one vector for all."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 import jkv
+from jkv.drafters import hide_first
 
 from .config import DecoderConfig
-from .layers import Weights, linear, linear_each, norm, scale_to_unit
-from .parts import Latent
+from .layers import Weights, linear, linear_each, norm, norm_plainly
+from .parts import Latent, OutputGate
 from .rope import rotate
 
 Rotations = tuple[jax.Array, jax.Array]  # cosine and sine, f32[R, 1, turned dim / 2]
@@ -24,6 +27,7 @@ def attend(
     window: int | jax.Array | None,
     *,
     causal: bool = False,
+    projected: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jkv.Cache]:
     """Write a layer's keys and values, if it has its own, and attend to them.
 
@@ -37,6 +41,8 @@ def attend(
         batch: the batch from ``append``.
         window: tokens that a row sees, itself counted.
         causal: spans of prompts do not apply.
+        projected: rows of queries, keys and values by name, instead of projections of
+            `x`.
 
     Returns:
         [R, E], and the cache.
@@ -45,7 +51,7 @@ def attend(
     if latent is None:
         query_heads, kv_heads = config.num_heads, config.num_kv_heads
         shares = {"query": query_heads, "key": kv_heads, "value": kv_heads}
-        rows = linear_each(x, weights, shares)
+        rows = linear_each(x, weights, shares) if projected is None else projected
         queries = _turn_heads(config, weights, rows["query"], turns, "query")
         if "key" in rows:
             dim = queries.shape[-1]
@@ -53,6 +59,10 @@ def attend(
             values = _shape_values(config, rows.get("value", rows["key"]), dim)
     else:
         queries, keys = _project_latent(config, latent, weights, x, turns)
+    scale = config.scale
+    if config.hides_first and keys is not None:
+        scale = queries.shape[-1] ** -0.5 if scale is None else scale
+        keys, queries = hide_first(keys, queries, batch.positions)
     if config.query_growth is not None:
         strength, span = config.query_growth
         steps = (batch.positions // span).astype(jnp.float32)
@@ -60,12 +70,13 @@ def attend(
         queries = queries * grown[:, None, None].astype(queries.dtype)
     if keys is not None:
         cache = jkv.write(cache, layer, batch, keys, values)
+        cache = jkv.observe(cache, layer, batch, queries)
     heads = jkv.attend(
         cache,
         layer,
         batch,
         queries,
-        scale=config.scale,
+        scale=scale,
         window=window,
         soft_cap=config.soft_cap,
         sinks=weights["sinks"].astype(jnp.float32) if config.has_sinks else None,
@@ -74,10 +85,26 @@ def attend(
     if latent is not None:
         # From the latent vector that was attended to, to each head's value.
         heads = jnp.einsum("rhc,hvc->rhv", heads, weights["value_up"])
-    heads = heads.reshape(x.shape[0], -1)
-    if config.has_output_gate:
-        heads = heads * jax.nn.sigmoid(linear(x, weights, "query_gate"))
-    return linear(heads, weights, "output"), cache
+    if config.output_gate is not None:
+        heads = heads * _weigh_outputs(config.output_gate, weights, x, heads.shape)
+    return linear(heads.reshape(x.shape[0], -1), weights, "output"), cache
+
+
+def write_keys(
+    config: DecoderConfig,
+    weights: Weights,
+    x: jax.Array,
+    turns: Rotations,
+    cache: jkv.Cache,
+    layer: int,
+    batch: jkv.Batch,
+) -> jkv.Cache:
+    """Write the keys and values of rows [R, E], which attend to nothing."""
+    dim = config.head_dim
+    keys = linear(x, weights, "key")
+    keys = _turn_heads(config, weights, keys, turns, "key", dim)
+    values = _shape_values(config, linear(x, weights, "value"), dim)
+    return jkv.write(cache, layer, batch, keys, values)
 
 
 def _turn_heads(
@@ -94,6 +121,8 @@ def _turn_heads(
     heads = rows.reshape(rows.shape[0], -1, dim or rows.shape[-1] // config.num_heads)
     if config.qk_norm in ("head", "heads"):
         heads = norm(config, heads, weights, f"{name}_norm")
+    elif config.qk_norm == "unit":
+        heads = norm_plainly(config, heads)
     heads = rotate(heads, *turns, config.turns_neighbours)
     if config.qk_norm == "turned":
         heads = norm(config, heads, weights, f"{name}_norm")
@@ -104,9 +133,17 @@ def _shape_values(config: DecoderConfig, rows: jax.Array, dim: int) -> jax.Array
     """Return values [R, K, D]."""
     heads = rows.reshape(rows.shape[0], -1, dim)
     if config.has_value_norm:
-        normed = scale_to_unit(heads.astype(jnp.float32), config.norm_epsilon)
-        heads = normed.astype(heads.dtype)
+        heads = norm_plainly(config, heads)
     return heads
+
+
+def _weigh_outputs(
+    gate: OutputGate, weights: Weights, x: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """Return the weights of outputs of a shape [R, H, D]; [R, H, 1] if of heads."""
+    rows = linear(x, weights, "query_gate").reshape(*shape[:2], -1)
+    function = jax.nn.softplus if gate.function == "softplus" else jax.nn.sigmoid
+    return function(rows.astype(jnp.float32)).astype(x.dtype)
 
 
 def _project_latent(

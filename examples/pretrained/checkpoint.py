@@ -1,11 +1,10 @@
-"""Reading a Hugging Face checkpoint folder as it is.
+"""Loading of Hugging Face checkpoint folders.
 
-`files.py` reads tensors by name and `tensors.py` says which of them becomes which
-parameter, so that a missing, misshapen or unexpected tensor is named before anything is
-computed with it.
+`files.py` reads tensors by name, and `tensors.py` maps them to parameters, so that
+missing, misshapen and unexpected tensors are reported before any computation.
 
-On a CPU loading takes the memory of the weights and of one tensor; in front of an
-accelerator the host holds, at one time, one parameter of the layers of a run.
+Loading on a CPU needs the memory of the weights plus one tensor. For accelerators, the
+host holds one stacked parameter of a run of layers at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,9 @@ from .layers import JOINED, join_names
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
-Params = dict[str, Any]  # arrays, and under "layers" a dict of arrays for each run
+Params = dict[str, Any]  # arrays; "layers" has a dict of arrays per run
 
-# XLA's CPU runtime uses host memory as it is when it begins at a multiple of this.
+# XLA's CPU runtime uses host memory without a copy if it has this alignment in bytes.
 ALIGNMENT = 64
 
 
@@ -38,33 +37,35 @@ def read_params(
     put: Put = put_whole,
     *,
     joined: bool = False,
+    ignored: tuple[str, ...] = (),
 ) -> Params:
-    """Read the weights of a checkpoint folder.
+    """Load the parameters of a checkpoint folder.
 
     Args:
-        folder: holds model.safetensors, or shards and their index.
-        config: ``read_config``'s result for the folder's config.json.
-        dtype: floating type to cast to; float32 on a CPU and the checkpoint's own
-            elsewhere when it is None.
-        put: puts each parameter on its devices, as it is read.
-        joined: one parameter of matrices that multiply the same rows (`JOINED`).
+        folder: has model.safetensors, or shards and their index.
+        config: the result of ``read_config`` for the folder.
+        dtype: floating-point dtype to cast to; None means float32 on a CPU, and the
+            checkpoint's own elsewhere.
+        put: moves each parameter to its devices after it is read.
+        joined: whether matrices with the same input are joined (`JOINED`).
+        ignored: prefixes of further tensors, which the caller reads.
 
     Raises:
-        FileNotFoundError: when a file is missing.
-        ValueError: when a tensor is missing, misshapen, unexpected or quantized in a
-            way that config.json does not name.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a tensor is missing, misshapen, unexpected, or quantized in a way
+            that config.json does not name.
     """
     dtype = jnp.dtype(dtype if dtype is not None else default_dtype(config))
     tensors = Tensors(find_tensors(find_folder(folder)), config.quantization)
     if config.tied:
         tensors.let_stand_for("lm_head.weight", model_tensors(config)["embedding"].name)
-    _refuse_unexpected(tensors.paths, config)
+    _refuse_unexpected(tensors.paths, config, ignored)
     params: Params = {
         name: put(name, _read_stack(tensors, [(source, [source.name])], dtype)[0])
         for name, source in model_tensors(config).items()
     }
     if config.tied and "lm_head.weight" in tensors.paths:
-        # Harmless when it repeats the embedding; otherwise the config is wrong.
+        # A copy of the embedding is harmless; otherwise the config is wrong.
         head = tensors.read("lm_head.weight", params["embedding"].shape).astype(dtype)
         if not np.array_equal(head, np.asarray(params["embedding"])):
             raise ValueError(
@@ -88,13 +89,25 @@ def read_params(
     return params
 
 
+def read_layer(
+    tensors: Tensors, config: DecoderConfig, run: Run, prefix: str, dtype: jnp.dtype
+) -> dict[str, Any]:
+    """Return the parameters of one layer whose tensors have the prefix `prefix`."""
+    return {
+        name: put_whole(
+            name, _read_stack(tensors, [(source, [prefix + source.name])], dtype)
+        )
+        for name, source in layer_tensors(config, run).items()
+    }
+
+
 def random_params(
     config: DecoderConfig, key: jax.Array, dtype: jnp.dtype | None = None
 ) -> Params:
-    """Return random parameters of the right shapes, for tests and benchmarks.
+    """Return random parameters, for tests and benchmarks.
 
-    Norms are ones and biases zeros, matrices normal with standard deviation
-    1/sqrt(inputs), embeddings 0.02.
+    Norms are ones and biases zeros. Matrices are normal with standard deviation
+    1/sqrt(inputs), embeddings with 0.02.
     """
     dtype = jnp.dtype(dtype if dtype is not None else default_dtype(config))
     tables = [layer_tensors(config, run) for run in config.runs]
@@ -120,7 +133,7 @@ def random_params(
 
 
 def default_dtype(config: DecoderConfig) -> jnp.dtype:
-    """Return float32 on a CPU, elsewhere the type the checkpoint says it has."""
+    """Return float32 on a CPU, and the checkpoint's own dtype elsewhere."""
     named = config.dtype_name in ("float16", "bfloat16", "float32")
     return jnp.dtype(
         config.dtype_name if named and jax.default_backend() != "cpu" else "float32"
@@ -128,14 +141,14 @@ def default_dtype(config: DecoderConfig) -> jnp.dtype:
 
 
 def _layer_names(config: DecoderConfig, name: str, run: Run) -> tuple[str, ...]:
-    """Return how a tensor is called in each layer of a run."""
+    """Return the names of a tensor in the layers of a run."""
     prefix = ARCHITECTURES[config.architecture].prefix
     layers = range(run.start, run.stop)
     return tuple(f"{prefix}layers.{layer}.{name}" for layer in layers)
 
 
 def _join(table: dict[str, Source], joined: bool) -> dict[str, list[Source]]:
-    """Return the sources of each parameter."""
+    """Return the sources of each parameter, several for joined ones."""
     sources = {name: [source] for name, source in table.items()}
     for parts in JOINED if joined else ():
         for kind in ("", "_bias"):
@@ -151,14 +164,15 @@ def _read_stack(
     named: Sequence[tuple[Source, Sequence[str]]],  # with a tensor's name in each layer
     dtype: jnp.dtype,
 ) -> np.ndarray:
-    """Return a parameter of some layers, [layers, *shape], its sources side by side."""
+    """Return a parameter stacked over layers, [layers, *shape], with joined sources."""
     (first, names), heights = named[0], [source.shape[0] for source, _ in named]
     stack = _aligned((len(names), sum(heights), *first.shape[1:]), dtype)
     parts = np.split(stack, np.cumsum(heights)[:-1], axis=1)
     for part, (source, names) in zip(parts, named, strict=True):
         for whole, name in zip(part, names, strict=True):
             for index, read in _list_pieces(tensors, source, name):
-                # Not kept in a variable: the next one would be read beside it.
+                # Not assigned to a variable, which would keep the tensor while the next
+                # one is read.
                 whole[index] = source.take(read())
     return stack
 
@@ -166,7 +180,7 @@ def _read_stack(
 def _list_pieces(
     tensors: Tensors, source: Source, name: str
 ) -> Iterator[tuple[Any, Callable[[], np.ndarray]]]:
-    """Yield the indices in a parameter, and a function that reads each tensor."""
+    """Yield the index of each tensor in a parameter, and a function that reads it."""
     if not source.num_experts:
         yield ..., partial(tensors.read, name, source.stored)
     for expert in range(source.num_experts):
@@ -175,7 +189,7 @@ def _list_pieces(
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """Return an empty array that becomes one of JAX on a CPU without a copy."""
+    """Return an empty array that JAX can use on a CPU without a copy."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
@@ -183,7 +197,7 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
 
 
 def list_names(config: DecoderConfig) -> set[str]:
-    """Return the names of all tensors that a model's checkpoint may have."""
+    """Return the names of all tensors that a checkpoint of a model may have."""
     known = {source.name for source in model_tensors(config).values()}
     known.add("lm_head.weight")
     for run in config.runs:
@@ -193,21 +207,23 @@ def list_names(config: DecoderConfig) -> set[str]:
     return known
 
 
-def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
-    """Refuse tensors that would be silently left out of the computation."""
+def _refuse_unexpected(
+    paths: dict[str, Path], config: DecoderConfig, ignored: tuple[str, ...] = ()
+) -> None:
+    """Raise a ValueError for tensors that the model would ignore."""
     known = list_names(config)
     method = config.quantization.method if config.quantization else ""
     for suffix in SUFFIXES.get(method, ()):
         known |= {name + suffix for name in list(known)}
-    # Old checkpoints carry the RoPE frequencies, which config.json gives as well, and
-    # some have further layers, past the last, that guess more than one token. Scales of
-    # activations belong to products in 8 bits, which are not computed here.
+    # Ignored tensors: RoPE frequencies, which follow from config.json, layers for
+    # multi-token prediction, and scales of activations, which stay unquantized here.
     beside = ("rotary_emb.inv_freq", *IGNORED_SCALES.get(method, ()))
     unexpected = sorted(
         name
         for name in set(paths) - known
         if not name.endswith(beside)
         and not name.startswith(ARCHITECTURES[config.architecture].ignored)
+        and not name.startswith(ignored)
         and not _is_past_the_layers(name, config)
         and not _is_of_others_keys(name, config)
     )
@@ -219,7 +235,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
 
 
 def _is_of_others_keys(name: str, config: DecoderConfig) -> bool:
-    """True if a layer would project keys and values that it does not use."""
+    """True for keys and values of a layer that uses another layer's."""
     prefix = f"{ARCHITECTURES[config.architecture].prefix}layers."
     layer, _, rest = name.removeprefix(prefix).partition(".")
     if not name.startswith(prefix) or not layer.isdecimal():

@@ -17,7 +17,16 @@ from .architecture import Architecture
 from .architectures import ARCHITECTURES
 from .gguf_reading import find_folder
 from .kept_by_layers import read_state, read_windows
-from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSpace
+from .parts import (
+    Convolution,
+    ConvolvedHeads,
+    DeltaRule,
+    Experts,
+    Latent,
+    LayerInputs,
+    OutputGate,
+    StateSpace,
+)
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
@@ -66,6 +75,7 @@ class DecoderConfig:
     num_layers, num_heads, num_kv_heads, head_dim: ints, `L`, `H`, `K`, `D`.
     layer_heads: per layer, key-value heads and head dim, where layers differ in them;
         empty where `num_kv_heads` and `head_dim` say it.
+    query_heads: per layer, `H`, where layers differ in it.
     key_layers: per layer, the layer that holds its keys and values, itself or an
         earlier one that keeps some; empty for its own in all layers. The layers that
         keep some are the first ones.
@@ -82,24 +92,29 @@ class DecoderConfig:
     has_head_bias: whether logits have biases.
     norms: whether attention and perceptron are normed before, after, or both.
     state_norms: the same of layers with a state; None if they are like the others.
+    post_norm_epsilon: float, `norm_epsilon` of norms after a part; None for the same.
     norm_offset: float, added to the norms' weights.
+    final_norm_offset: float, the same of the last norm; None if it is like the others.
+    has_embedding_norm: embeddings are normed, without weights.
     has_centred_norms, has_norm_bias: norms subtract the mean first; they add biases.
     is_parallel: the perceptron takes attention's input, and both are added at once.
     qk_norm: queries and keys are normed: each "head", each of the "heads" by weights of
         its own, or "all" of them before they are turned, or each head after it is
-        "turned".
+        "turned", or each without weights to the length of a "unit".
     has_value_norm: values are normed by each head, without weights.
     scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
     query_growth: float and int, `b` and `n`: a query at position p is
         ``1 + b log(1 + p // n)`` times as long; None if they do not grow.
     soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
     has_sinks: each head has a logit that takes part in the softmax with no value.
-    has_output_gate: the heads' outputs are weighed, by sigmoids beside the queries.
+    output_gate: how the heads' outputs are weighed; None if they are not.
     activation: one of ``ACTIVATIONS``.
     is_gated: perceptrons and experts multiply the activated product by a second one.
     swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
     embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, the
         output of each half of a layer, and logits.
+    has_residual_scales: both sides of each sum of a layer, in float32, have learnt
+        biases and scales, and so have embeddings.
     attention_scales: floats that multiply attention's input and its output.
     mlp_scales: floats that multiply gates of perceptrons and the outputs of these.
     layer_inputs: per-layer inputs about a token; None for nothing.
@@ -110,15 +125,17 @@ class DecoderConfig:
     mixers: per layer, its token mixers: "attention", a name in ``MIXERS``, both, or
         nothing; empty for attention in all layers.
     fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
-    delta_rule, state_space, convolution: the sizes of layers with these mixers; None
-        without any.
+    delta_rule, state_space, convolution, convolved_heads: the sizes of layers with
+        these mixers; None without any.
     state: the state of a layer, as jkv reads it; None if no layer has one.
+    hides_first: no token attends to the first one of a sequence, of layers that draft
+        tokens (`jkv.drafters.hide_first`).
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     loop_layers: they share a loop that reads the weights where they lie, for CPUs;
         programs have no fast derivative.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
-        guess more than one token; they are not read.
+        draft more than one token; `drafters` reads them.
     stop_tokens: ids after which a generation ends; empty when none is named.
     dtype_name: the type the checkpoint says its weights have.
     quantization: how the checkpoint stores matrices; they are dequantized when read.
@@ -137,6 +154,7 @@ class DecoderConfig:
     ropes: tuple[Rope | None, ...]
     windows: tuple[int | None, ...]
     layer_heads: tuple[tuple[int, int], ...] = ()
+    query_heads: tuple[int, ...] = ()
     key_layers: tuple[int, ...] = ()
     span_layers: tuple[bool, ...] = ()
     values_of_keys: tuple[bool, ...] = ()
@@ -148,24 +166,28 @@ class DecoderConfig:
     has_head_bias: bool = False
     norms: Literal["before", "after", "both"] = "before"
     state_norms: Literal["before", "after", "both"] | None = None
+    post_norm_epsilon: float | None = None
     norm_offset: float = 0.0
+    final_norm_offset: float | None = None
+    has_embedding_norm: bool = False
     has_centred_norms: bool = False
     has_norm_bias: bool = False
     is_parallel: bool = False
-    qk_norm: Literal["head", "heads", "all", "turned"] | None = None
+    qk_norm: Literal["head", "heads", "all", "turned", "unit"] | None = None
     has_value_norm: bool = False
     scale: float | None = None
     query_growth: tuple[float, int] | None = None
     soft_cap: float | None = None
     logit_cap: float | None = None
     has_sinks: bool = False
-    has_output_gate: bool = False
+    output_gate: OutputGate | None = None
     activation: str = "silu"
     is_gated: bool = True
     swiglu_limits: tuple[float, float] | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    has_residual_scales: bool = False
     attention_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     layer_inputs: LayerInputs | None = None
@@ -178,7 +200,9 @@ class DecoderConfig:
     delta_rule: DeltaRule | None = None
     state_space: StateSpace | None = None
     convolution: Convolution | None = None
+    convolved_heads: ConvolvedHeads | None = None
     state: LayerState | None = None
+    hides_first: bool = False
     scan_layers: bool = False
     loop_layers: bool = False
     num_guessing_layers: int = 0
@@ -194,7 +218,7 @@ class DecoderConfig:
     @property
     def has_loops(self) -> bool:
         """True if layers alike share a loop; others' keys need a layer's own number."""
-        is_varied = self.key_layers or self.layer_heads
+        is_varied = self.key_layers or self.layer_heads or self.turns_differ
         return self.loop_layers and not (self.scan_layers or is_varied)
 
     @property
@@ -209,10 +233,14 @@ class DecoderConfig:
         Layers that keep unlike things of a sequence run one by one.
         """
         kinds = [self._list_parts(layer) for layer in range(self.num_layers)]
-        scans = self.scan_layers and not (self.has_states or self.layer_heads)
-        alike = kinds.__getitem__ if scans else None
+        alone = self.has_states or self.layer_heads or self.turns_differ
+        alike = self._find_kind if self.scan_layers and not alone else None
         layers = (tuple(run) for _, run in itertools.groupby(range(len(kinds)), alike))
         return tuple(Run(run[0], run[-1] + 1, *kinds[run[0]]) for run in layers)
+
+    def _find_kind(self, layer: int) -> tuple[Any, int]:
+        """Return the common properties of layers of one scan."""
+        return self._list_parts(layer), self.find_query_heads(layer)
 
     def _list_parts(self, layer: int) -> tuple[Any, Any]:
         """Return a layer's token mixers, and the part after them."""
@@ -236,6 +264,15 @@ class DecoderConfig:
             layer if self.layer_heads else 0
         ]
 
+    def find_query_heads(self, layer: int) -> int:
+        """Return the query heads of a layer."""
+        return self.query_heads[layer] if self.query_heads else self.num_heads
+
+    @property
+    def turns_differ(self) -> bool:
+        """True if positions turn more components of a head in some layers."""
+        return len({rope.dim for rope in self.ropes if rope}) > 1
+
     @property
     def turn_kinds(self) -> tuple[int, ...]:
         """Per layer, which of the different ropes it has."""
@@ -254,9 +291,9 @@ class DecoderConfig:
 
 
 def fix_context(config: DecoderConfig, longest: int) -> DecoderConfig:
-    """Return the configuration for texts of at most `longest` tokens.
+    """Return the configuration for sequences of at most `longest` tokens.
 
-    Longrope then has the factors for that length in every text (`rope.fix_length`).
+    Longrope then has the factors for that length in every sequence (`rope.fix_length`).
 
     Raises:
         ValueError: for more tokens than the model was trained for.
@@ -389,11 +426,11 @@ def _read_kv_heads(settings: Settings) -> int:
 def _read_biases(settings: Settings, row: Architecture) -> dict[str, Any]:
     """Return which projections have biases."""
     has_bias, has_mlp_bias = settings.flag("attention_bias"), settings.flag("mlp_bias")
-    if has_mlp_bias and row.biases != "asked":
+    if has_mlp_bias and row.biases != "configured":
         raise ValueError("config.json: mlp_bias is not supported for this architecture")
     return dict(
-        has_qkv_bias=row.biases == "qkv" or (row.biases == "asked" and has_bias),
-        has_output_bias=row.biases == "asked" and has_bias,
+        has_qkv_bias=row.biases == "qkv" or (row.biases == "configured" and has_bias),
+        has_output_bias=row.biases == "configured" and has_bias,
         has_mlp_bias=has_mlp_bias,
     )
 

@@ -7,6 +7,7 @@ import dataclasses
 
 from . import delta_readings
 from .architecture import Architecture
+from .parts import OutputGate
 
 # Of layers with the gated delta rule, by parameter.
 DELTA_RULE_TENSORS = {
@@ -30,6 +31,37 @@ SHARED_EXPERT_TENSORS = {
     for name in ("gate", "up", "down")
 }
 
+# Names of Kimi Linear's sizes, which Ling 3 has too.
+KIMI_ALIASES = dict(
+    max_position_embeddings="model_max_length",
+    n_routed_experts="num_experts",
+    n_shared_experts="num_shared_experts",
+    n_group="num_expert_group",
+    norm_topk_prob="moe_renormalize",
+    num_experts_per_tok="num_experts_per_token",
+)
+
+# Of Ling 3: names of both kinds of layers begin alike.
+LING3_TENSORS = {
+    name: stored.replace("linear_attn.", "attention.")
+    for name, stored in DELTA_RULE_TENSORS.items()
+} | dict(
+    embedding="word_embeddings.weight",
+    delta_decay="attention.f_proj.weight",
+    delta_output="attention.dense.weight",
+    query="attention.q_proj.weight",
+    query_down="attention.q_a_proj.weight",
+    query_down_norm="attention.q_a_layernorm.weight",
+    query_up="attention.q_b_proj.weight",
+    query_gate="attention.g_proj.weight",
+    latent="attention.kv_a_proj_with_mqa.weight",
+    latent_norm="attention.kv_a_layernorm.weight",
+    key_up="attention.kv_b_proj.weight",
+    value_up="attention.kv_b_proj.weight",
+    output="attention.dense.weight",
+    choice_bias="mlp.gate.expert_bias",
+)
+
 QWEN3_NEXT = Architecture(
     defaults=dict(
         max_position_embeddings=32_768,
@@ -47,7 +79,11 @@ QWEN3_NEXT = Architecture(
         num_experts=512,
         norm_topk_prob=True,
     ),
-    choices=dict(qk_norm="head", norm_offset=1.0, has_output_gate=True),
+    choices=dict(
+        qk_norm="head",
+        norm_offset=1.0,
+        output_gate=OutputGate(is_beside_queries=True),
+    ),
     tensors=DELTA_RULE_TENSORS
     | SHARED_EXPERT_TENSORS
     | dict.fromkeys(
@@ -125,14 +161,7 @@ DELTA_ARCHITECTURES: dict[str, Architecture] = {
             routed_scaling_factor=2.446,
             norm_topk_prob=True,
         ),
-        aliases=dict(
-            max_position_embeddings="model_max_length",
-            n_routed_experts="num_experts",
-            n_shared_experts="num_shared_experts",
-            n_group="num_expert_group",
-            norm_topk_prob="moe_renormalize",
-            num_experts_per_tok="num_experts_per_token",
-        ),
+        aliases=KIMI_ALIASES,
         tensors={
             name: stored.replace("linear_attn.", "self_attn.")
             for name, stored in DELTA_RULE_TENSORS.items()
@@ -152,6 +181,36 @@ DELTA_ARCHITECTURES: dict[str, Architecture] = {
             shared_down="block_sparse_moe.shared_experts.down_proj.weight",
         ),
         read=delta_readings.read_kimi_linear,
+        biases="none",
+    ),
+    "bailing_hybrid": Architecture(
+        defaults=dict(
+            head_dim=128,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            max_position_embeddings=262_144,
+            rope_theta=6e6,
+            rope_interleave=True,
+            short_conv_kernel_size=4,
+            kda_safe_gate=True,
+            kda_lower_bound=-5.0,
+            first_k_dense_replace=2,
+            moe_intermediate_size=768,
+            n_routed_experts=512,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            n_group=8,
+            topk_group=4,
+            topk_method="noaux_tc",
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
+            num_nextn_predict_layers=1,
+        ),
+        aliases=KIMI_ALIASES,
+        choices=dict(output_gate=OutputGate(of_heads=True)),
+        tensors=LING3_TENSORS,
+        read=delta_readings.read_ling3,
         biases="none",
     ),
 }

@@ -13,7 +13,7 @@ from .kept_by_layers import list_kinds
 from .parts import DeltaRule, Experts
 from .readings import read_deepseek, read_qwen3_moe
 from .rope_settings import read_rope, rope_parameters
-from .settings import Settings
+from .settings import Settings, is_number
 
 
 def read_qwen3_next(settings: Settings) -> dict[str, Any]:
@@ -88,6 +88,7 @@ def read_kimi_linear(settings: Settings) -> dict[str, Any]:
         value_dim=dim,
         width=linear.count("short_conv_kernel_size", width),
         gates=dim,
+        forgets_by_channel=True,
         norm_epsilon=settings.number("rms_norm_eps"),
         gate="sigmoid",
     )
@@ -97,6 +98,32 @@ def read_kimi_linear(settings: Settings) -> dict[str, Any]:
         mixers=_read_mixers(settings),
         delta_rule=delta_rule,
         ropes=(None,) * num_layers,
+    )
+
+
+def read_ling3(settings: Settings) -> dict[str, Any]:
+    """Read latent attention with gates of heads, and decays with a bound."""
+    heads = settings.count("num_attention_heads")
+    # Files of transformers have another head dim, of latent attention, beside it.
+    dim = settings.count("linear_head_dim", settings.count("head_dim"))
+    least = settings.get("kda_lower_bound")
+    if not is_number(least) or least >= 0:
+        raise ValueError(
+            f"config.json: kda_lower_bound must be a number below 0, got {least!r}"
+        )
+    delta_rule = DeltaRule(
+        num_key_heads=heads,
+        num_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        width=settings.count("short_conv_kernel_size"),
+        forgets_by_channel=True,
+        least_decay=float(least) if settings.flag("kda_safe_gate") else None,
+        norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+        gate="sigmoid",
+    )
+    return read_deepseek(settings) | dict(
+        mixers=_read_mixers(settings), delta_rule=delta_rule
     )
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from .config import DecoderConfig
-from .layers import Weights, activate, linear, norm, perceptron, scale_to_unit
+from .layers import Weights, activate, cap, linear, norm, perceptron, scale_to_unit
 from .parts import Experts
+from .routers import route_by_perceptron
 
 # Rows of one expert that are computed together, at least and at most. On two cores a
 # step of 16 rows, 4 of 24 experts each, takes 19 ms in tiles of 4, 28 in tiles of 16.
@@ -30,7 +31,8 @@ def mix_experts(
     hidden: jax.Array,
     x: jax.Array,
     valid: jax.Array,
-) -> jax.Array:
+    previous: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Send rows through a layer's experts, and through the one that all of them share.
 
     Args:
@@ -41,6 +43,10 @@ def mix_experts(
         hidden: [R, E], the norm's input.
         x: [R, E], the same, normed.
         valid: bool[R].
+        previous: [R, N], the router's state in the layer before, if it has one.
+
+    Returns:
+        [R, E], and the router's state in this layer.
     """
     experts = config.experts
     inputs = seen = x
@@ -49,7 +55,10 @@ def mix_experts(
         seen = scale_to_unit(hidden.astype(jnp.float32), config.norm_epsilon)
         seen = seen * weights["router_scale"].astype(jnp.float32)[None, :]
         seen = seen * config.hidden_size**-0.5
-    chosen = route(experts, weights, seen)
+    if experts.router_inner is None:
+        chosen = route(experts, weights, seen)
+    else:
+        *chosen, previous = route_by_perceptron(config, weights, seen, previous)
     inputs = linear(x, weights, "routed_in") if experts.latent else inputs
     fed = apply_experts(config, stacks, layer, inputs, *chosen, valid)
     if experts.latent:
@@ -57,10 +66,12 @@ def mix_experts(
     fed = norm(config, fed, weights, "routed_post_norm")
     if experts.shared_inner:
         shared = perceptron(config, x, weights, "shared_")
+        if experts.shared_scale != 1:
+            shared = shared * experts.shared_scale
         if experts.has_shared_gate:
             shared = shared * jax.nn.sigmoid(linear(x, weights, "shared_weight"))
         fed = fed + norm(config, shared, weights, "shared_post_norm")
-    return fed
+    return fed, previous
 
 
 def route(
@@ -81,12 +92,13 @@ def route(
     scores = jnp.einsum("re,ne->rn", *wide)
     if experts.has_biases:
         scores = scores + weights["router_bias"].astype(jnp.float32)[None, :]
+    scores = cap(scores, experts.score_cap)
     if experts.jitter is not None:
         return _mix_sparsely(scores, experts.per_token, experts.jitter)
     is_sigmoid = experts.has_sigmoid
     scores = jax.nn.sigmoid(scores) if is_sigmoid else jax.nn.softmax(scores, axis=-1)
     ranking = scores
-    if is_sigmoid or experts.has_choice_bias:
+    if experts.is_biased:
         ranking = scores + weights["choice_bias"].astype(jnp.float32)[None, :]
     if experts.groups > 1:
         ranking = _limit_to_groups(experts, ranking)
@@ -116,7 +128,7 @@ def apply_experts(
         weights: of the experts in all layers of a run, stacked: [layers, N, ...].
         layer: i32[], the layer's number in the run.
         x: [R, E].
-        chosen: i32[R, C], each row's experts.
+        chosen: i32[R, C], each row's experts; their number stands for none.
         gates: f32[R, C], their weights.
         valid: bool[R]; other rows use no expert, and get zeros.
     """

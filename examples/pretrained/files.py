@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint by name, wherever they lie and however they are stored.
+"""Tensors of a checkpoint by name, in any file and storage format.
 
-Weights lie in ``model.safetensors`` or, sharded, in the files that
-``model.safetensors.index.json`` maps tensor names to.
+Weights are in ``model.safetensors`` or in shards, listed by tensor name in
+``model.safetensors.index.json``.
 """
 
 import json
@@ -17,19 +17,19 @@ from .quantized import Quantization, decode_mxfp4, scale_blocks
 from .text_part import name_tensors
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-# Endings of names of scales that dequantization does not need.
+# Suffixes of scales that dequantization does not need.
 IGNORED_SCALES = {"fp8": ("activation_scale",)}
 
-# Endings of a quantized matrix's other tensors.
+# Suffixes of the additional tensors of a quantized matrix.
 SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """Return where each tensor of a checkpoint folder lies.
+    """Return the file of each tensor of a checkpoint folder.
 
     Raises:
-        FileNotFoundError: when a file is missing.
-        ValueError: when one cannot be read.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file cannot be read.
     """
     single, index = (
         folder / "model.safetensors",
@@ -61,10 +61,10 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _check_weight_map(index: Path, weight_map: Any) -> None:
-    """Reject an index that does not name a file beside it for each tensor.
+    """Check that an index maps each tensor to a file in the same folder.
 
     Raises:
-        ValueError: with the key that is wrong.
+        ValueError: for an invalid index, with the wrong key.
     """
     if not isinstance(weight_map, dict):
         raise ValueError(
@@ -79,20 +79,30 @@ def _check_weight_map(index: Path, weight_map: Any) -> None:
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, each read and dequantized on demand."""
+    """Tensors of a checkpoint by name, read and dequantized on demand."""
 
     def __init__(
-        self, paths: dict[str, Path], quantization: Quantization | None
+        self,
+        paths: dict[str, Path],
+        quantization: Quantization | None,
+        *,
+        names_as_stored: bool = False,
     ) -> None:
-        """Take where each tensor lies, and how matrices are stored."""
-        self._stored = name_tensors(paths)
+        """Store the tensors' files and their quantization.
+
+        Args:
+            paths: the file of each tensor, by name.
+            quantization: the storage format of matrices.
+            names_as_stored: do not map the names of a multimodal model's text part.
+        """
+        self._stored = {n: n for n in paths} if names_as_stored else name_tensors(paths)
         self.paths = {name: paths[stored] for name, stored in self._stored.items()}
         self._quantization = quantization
         self._files: dict[Path, Any] = {}
         self._headers: dict[Path, tuple[dict[str, Any], int]] = {}
 
     def let_stand_for(self, name: str, other: str) -> None:
-        """Have a tensor that is there read as another one, if that is missing."""
+        """Alias a tensor under another name, if that name is missing."""
         if other not in self.paths and name in self.paths:
             self.paths[other] = self.paths[name]
             self._stored[other] = self._stored[name]
@@ -100,18 +110,18 @@ class Tensors:
     def read(
         self, name: str, shape: tuple[int, ...], index: int | None = None
     ) -> np.ndarray:
-        """Return a tensor of floats.
+        """Return a floating-point tensor.
 
         Args:
-            name: in the checkpoint.
-            shape: that it must have, of the part that `index` picks.
-            index: of the first axis, to read no more than that part.
+            name: name of the tensor.
+            shape: expected shape, without the first axis if `index` is given.
+            index: on the first axis, to read only that part.
         """
         method = self._quantization.method if self._quantization else None
         if method == "mxfp4" and f"{name}_blocks" in self.paths:
             blocks = self._load(f"{name}_blocks", ("U8",), index)
             scales = self._load(f"{name}_scales", ("U8",), index)
-            # Stored as [out, in], where the tensor that is not quantized is [in, out].
+            # Stored as [out, in]; the unquantized tensor is [in, out].
             tensor = decode_mxfp4(blocks, scales).swapaxes(-1, -2)
         elif method == "fp8" and f"{name}_scale_inv" in self.paths:
             tensor = self._load(name, ("F8_E4M3",), index)
@@ -129,7 +139,7 @@ class Tensors:
     def _load(
         self, name: str, types: tuple[str, ...], index: int | None = None
     ) -> np.ndarray:
-        """Return a tensor, or a part of it, as it is stored."""
+        """Return a tensor or a part of it in its storage format."""
         if name not in self.paths:
             hint = "; is tie_word_embeddings missing?" if "lm_head" in name else ""
             raise ValueError(f"the checkpoint lacks the tensor {name!r}{hint}")
@@ -155,7 +165,7 @@ class Tensors:
     def _load_small_floats(
         self, path: Path, name: str, index: int | None
     ) -> np.ndarray:
-        """Return a tensor of float8_e4m3fn, which safetensors cannot give to numpy."""
+        """Return a tensor of float8_e4m3fn, which safetensors cannot load to numpy."""
         if path not in self._headers:
             self._headers[path] = _read_header(path)
         header, first = self._headers[path]
@@ -172,7 +182,7 @@ class Tensors:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's header, and where it ends, after 8 bytes with its length."""
+    """Return a file's header and the offset of its data; an 8-byte length is first."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(size)), 8 + size
@@ -180,7 +190,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _open(path: Path) -> Any:
     if path.name == INDEX:
-        # Imported here: other checkpoints need no package gguf.
+        # Imported here, since other checkpoints do not need the package gguf.
         from .gguf_reading.tensors import GGUFTensors
 
         return GGUFTensors(path)

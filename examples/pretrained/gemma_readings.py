@@ -8,7 +8,7 @@ from typing import Any
 
 from .kept_by_layers import list_windowed, read_layer_heads
 from .parts import Experts, LayerInputs
-from .rope_settings import pair_rope_parameters, read_rope, rope_parameters
+from .rope_settings import list_rope_parameters, pair_rope_parameters, read_rope
 from .settings import Settings
 
 # Of Gemma 4, where config.json says nothing.
@@ -110,13 +110,7 @@ def _list_ropes(
     heads: Sequence[tuple[int, int]],
 ) -> tuple[Any, ...]:
     """Return the rotation of each layer, which depends on its head dim too."""
-    given = rope_parameters(settings) or ROPES
-    if not set(given) >= set(ROPES):
-        raise ValueError(
-            f"config.json: RoPE settings must have those of {' and '.join(ROPES)}, got "
-            f"{sorted(given)}"
-        )
-    kinds = given["full_attention"], given["sliding_attention"]
+    kinds = list_rope_parameters(settings, ROPES)
     # In this order: False is 0.
     return tuple(
         read_rope(settings, dim, kinds[has_window])

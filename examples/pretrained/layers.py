@@ -146,19 +146,30 @@ def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> ja
     if name not in weights:
         return x
     wide, weight = x.astype(jnp.float32), weights[name]
+    epsilon, offset = config.norm_epsilon, config.norm_offset
+    if config.post_norm_epsilon is not None and name.endswith("post_norm"):
+        epsilon = config.post_norm_epsilon
+    if config.final_norm_offset is not None and name == "final_norm":
+        offset = config.final_norm_offset
     if config.has_centred_norms:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normed = scale_to_unit(wide, config.norm_epsilon)
+    normed = scale_to_unit(wide, epsilon)
     weight = jnp.expand_dims(weight, range(x.ndim - weight.ndim))
     if (bias := weights.get(f"{name}_bias")) is not None:
         # Rounded once, after the sum.
         bias = jnp.expand_dims(bias, range(x.ndim - 1)).astype(jnp.float32)
         return (normed * weight.astype(jnp.float32) + bias).astype(x.dtype)
-    if config.norm_offset:
+    if offset:
         # Rounded once, after the product: the weights lie around 0, not around 1.
-        weight = weight.astype(jnp.float32) + config.norm_offset
+        weight = weight.astype(jnp.float32) + offset
         return (normed * weight).astype(x.dtype)
     return normed.astype(x.dtype) * weight
+
+
+def norm_plainly(config: DecoderConfig, x: jax.Array) -> jax.Array:
+    """Scale to unit root mean square over the last axis, without weights."""
+    normed = scale_to_unit(x.astype(jnp.float32), config.norm_epsilon)
+    return normed.astype(x.dtype)
 
 
 def scale_to_unit(wide: jax.Array, epsilon: float) -> jax.Array:

@@ -162,6 +162,29 @@ MAMBA_ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         read=mamba_readings.read_lfm2_moe,
     ),
+    "lfm3": Architecture(
+        defaults=dict(
+            max_position_embeddings=128_000,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            conv_L_cache=7,
+            use_sandwich_norm=True,
+            use_attention_gate=True,
+        ),
+        aliases=LFM2.aliases,
+        choices=dict(qk_norm="head"),
+        tensors={
+            name: stored
+            for name, stored in LFM2.tensors.items()
+            if name not in ("output", "query_norm", "key_norm")
+        }
+        | dict(
+            attention_post_norm="post_operator_norm.weight",
+            mlp_post_norm="post_ffn_norm.weight",
+            query_gate="self_attn.gate_proj.weight",
+        ),
+        read=mamba_readings.read_lfm3,
+    ),
     "mamba2": Architecture(
         defaults=dict(
             # It has no positions that it could run out of.

@@ -9,12 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jkv.config import BOTH
+from jkv.config import BOTH, FULL, WINDOWED
 
 from .kept_by_layers import list_kinds
-from .parts import Convolution, Experts, StateSpace
+from .parts import Convolution, Experts, OutputGate, StateSpace
 from .readings import read_granite
-from .rope_settings import read_rope
+from .rope import Rope
+from .rope_settings import list_rope_parameters, read_rope
 from .settings import Settings, is_number
 
 ATTENTION, MAMBA, CONVOLUTION = ("attention",), ("mamba2",), ("short_convolution",)
@@ -29,6 +30,13 @@ MIXERS = {
     BOTH: (*ATTENTION, *MAMBA),
     "mlp": (),
     "moe": (),
+}
+
+
+# RoPE settings of LFM3's files without any.
+LFM3_ROPES = {
+    WINDOWED: dict(rope_theta=10_000.0),
+    FULL: dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.5),
 }
 
 
@@ -157,13 +165,10 @@ def read_nemotron_h(settings: Settings) -> dict[str, Any]:
 
 def read_lfm2(settings: Settings) -> dict[str, Any]:
     """Read which layers attend, and how wide the perceptrons are."""
-    convolution = Convolution(
-        width=settings.count("conv_L_cache"), has_bias=settings.flag("conv_bias")
-    )
     tied = "tie_embedding" if "tie_embedding" in settings.raw else "tie_word_embeddings"
     return dict(
         mixers=_read_mixers(settings),
-        convolution=convolution,
+        convolution=_read_convolution(settings),
         intermediate_size=_adjust_inner(settings),
         tied=settings.flag(tied),
     )
@@ -188,6 +193,42 @@ def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
     )
     return read_lfm2(settings) | dict(
         experts=experts, expert_layers=tuple(i >= first for i in range(num_layers))
+    )
+
+
+def read_lfm3(settings: Settings) -> dict[str, Any]:
+    """Read layers of three kinds, of which two attend and turn by their own bases."""
+    kinds = list_kinds(settings, settings.count("num_hidden_layers")) or []
+    ropes = _read_lfm3_ropes(settings, kinds)
+    window = settings.count("sliding_window") if WINDOWED in kinds else None
+    is_gated, is_double = map(
+        settings.flag, ("use_attention_gate", "use_sandwich_norm")
+    )
+    return dict(
+        mixers=_name_mixers([FULL if kind == WINDOWED else kind for kind in kinds]),
+        convolution=_read_convolution(settings),
+        windows=tuple(window if kind == WINDOWED else None for kind in kinds),
+        ropes=tuple(map(ropes.get, kinds)),
+        norms="both" if is_double else "before",
+        output_gate=OutputGate(of_heads=True) if is_gated else None,
+    )
+
+
+def _read_lfm3_ropes(settings: Settings, kinds: Sequence[str]) -> dict[str, Rope]:
+    """Return the rotation of each kind of layer that attends."""
+    usual = {kind: rope for kind, rope in LFM3_ROPES.items() if kind in kinds}
+    given = list_rope_parameters(settings, usual)
+    dim = settings.count("head_dim")
+    return {
+        kind: read_rope(settings, dim, parameters)
+        for kind, parameters in zip(usual, given, strict=True)
+    }
+
+
+def _read_convolution(settings: Settings) -> Convolution:
+    """Read the sizes of LFM's short convolutions."""
+    return Convolution(
+        width=settings.count("conv_L_cache"), has_bias=settings.flag("conv_bias")
     )
 
 

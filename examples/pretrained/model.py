@@ -30,7 +30,16 @@ from .checkpoint import Params
 from .config import ATTENTION, DecoderConfig, Run
 from .experts import mix_experts
 from .layer_inputs import apply_layer_input, embed_layer_inputs
-from .layers import Layers, Weights, cap, embed, multiply, norm, perceptron
+from .layers import (
+    Layers,
+    Weights,
+    cap,
+    embed,
+    multiply,
+    norm,
+    norm_plainly,
+    perceptron,
+)
 from .mixers import MIXERS
 from .rope import turns
 
@@ -74,7 +83,8 @@ class Decoder:
         batch: jkv.Batch,
         *,
         all_rows: bool = False,
-    ) -> tuple[jax.Array, jkv.Cache]:
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, jkv.Cache] | tuple[jax.Array, jkv.Cache, jax.Array]:
         """Run the tokens of a batch through the model, storing their keys and values.
 
         The caller has appended the rows to the cache (``jkv.append``) and commits the
@@ -88,34 +98,102 @@ class Decoder:
             cache: the cache that ``append`` returned.
             batch: the batch that ``append`` returned.
             all_rows: return logits for every row, not for each request's last.
+            aux_layers: layers whose inputs a drafter needs; the number of layers stands
+                for the output of the final norm.
 
         Returns:
             f32[B, V] logits (zeros for a request without rows) or, with ``all_rows``,
-            f32[R, V]; and the cache with the rows written.
+            f32[R, V]; the cache with the rows written; and, with ``aux_layers``, their
+            inputs side by side, [R, A].
+
+        Raises:
+            jkv.UsageError: for layers that the model does not have.
         """
         config = self.config
+        if any(not 0 <= layer <= config.num_layers for layer in aux_layers):
+            raise jkv.UsageError(
+                f"aux_layers of the drafter must be in 0..{config.num_layers}, the "
+                f"layers of the target, got {aux_layers}; take a drafter made for it"
+            )
         tokens, hidden = _embed_rows(config, params, tokens, batch)
         layer_inputs = None
         if config.layer_inputs is not None:
             layer_inputs = embed_layer_inputs(
                 config, params, tokens, batch.valid, hidden
             )
-        all_turns = _stack_turns(config, batch)
-        for run, weights in _join_runs(config, params["layers"]):
-            hidden, cache = _run_layers(
-                config, run, weights, hidden, layer_inputs, all_turns, cache, batch
-            )
+        dtype = hidden.dtype
+        if config.has_residual_scales:
+            hidden = _scale_rows(params, "input", hidden)
+        hidden, cache, found = self.run_layers(
+            params, hidden, cache, batch, layer_inputs, aux_layers
+        )
+        if config.has_residual_scales:
+            hidden = hidden.astype(dtype)
+        if config.num_layers in aux_layers:
+            found[config.num_layers] = norm(config, hidden, params, "final_norm")
         if not all_rows:
             # Requests without rows point past the end: filled with zeros.
             hidden = jnp.take(
                 hidden, batch.last_rows, axis=0, mode="fill", fill_value=0
             )
         hidden = norm(config, hidden, params, "final_norm")
-        head = params["embedding" if config.tied else "head"]
-        logits = multiply(hidden, head, jnp.float32)
-        if config.has_head_bias:
-            logits = logits + params["head_bias"].astype(jnp.float32)[None, :]
-        return cap(logits * config.logit_scale, config.logit_cap), cache
+        logits = find_logits(config, params, hidden)
+        if not aux_layers:
+            return logits, cache
+        aux = jnp.concatenate([found[layer] for layer in aux_layers], axis=-1)
+        return logits, cache, aux
+
+    def run_layers(
+        self,
+        params: Params,
+        hidden: jax.Array,
+        cache: jkv.Cache,
+        batch: jkv.Batch,
+        layer_inputs: jax.Array | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, jkv.Cache, dict[int, jax.Array]]:
+        """Send rows [R, E] through the layers.
+
+        Args:
+            params: the parameters.
+            hidden: [R, E].
+            cache: the cache.
+            batch: the batch.
+            layer_inputs: [L, R, P], of models with inputs of each layer.
+            aux_layers: layers whose inputs are returned.
+
+        Returns:
+            [R, E], the cache, and by layer the inputs, [R, E].
+        """
+        config = self.config
+        all_turns = stack_turns(config, batch)
+        found: dict[int, jax.Array] = {}
+        # The routers' state in the layer before, of models with such routers.
+        routed: jax.Array | None = None
+        runs = _join_runs(config, params["layers"])
+        for run, weights in _cut_runs(runs, aux_layers):
+            found[run.start] = hidden
+            hidden, cache, routed = _run_layers(
+                config,
+                run,
+                weights,
+                hidden,
+                layer_inputs,
+                all_turns,
+                cache,
+                batch,
+                routed,
+            )
+        return hidden, cache, found
+
+
+def find_logits(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Return f32[..., V], logits of normed rows [..., E]."""
+    head = params["embedding" if config.tied else "head"]
+    logits = multiply(hidden, head, jnp.float32)
+    if config.has_head_bias:
+        logits = logits + params["head_bias"].astype(jnp.float32)[None, :]
+    return cap(logits * config.logit_scale, config.logit_cap)
 
 
 def _embed_rows(
@@ -123,12 +201,16 @@ def _embed_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Return ids of the vocabulary, i32[R], and the first layer's rows, [R, E]."""
     given, number = params.get("given_rows"), tokens - config.vocab_size
-    if given is None:
-        hidden = embed(params["embedding"], tokens, batch.valid)
-        return tokens, hidden * config.embedding_scale
-    is_given = (number >= 0) & (number < given.shape[0])
-    tokens = jnp.where(is_given, PADDING, tokens)
-    hidden = embed(params["embedding"], tokens, batch.valid) * config.embedding_scale
+    is_given = None
+    if given is not None:
+        is_given = (number >= 0) & (number < given.shape[0])
+        tokens = jnp.where(is_given, PADDING, tokens)
+    hidden = embed(params["embedding"], tokens, batch.valid)
+    if config.has_embedding_norm:
+        hidden = norm_plainly(config, hidden)
+    hidden = hidden * config.embedding_scale
+    if is_given is None:
+        return tokens, hidden
     rows = given.at[number].get(mode="clip").astype(hidden.dtype)
     return tokens, jnp.where(is_given[:, None], rows, hidden)
 
@@ -163,6 +245,27 @@ def _join_runs(
     return joined
 
 
+def _cut_runs(
+    runs: list[tuple[Run, Weights | Layers]], layers: tuple[int, ...]
+) -> list[tuple[Run, Weights | Layers]]:
+    """Return the runs, cut so that each of some layers begins one."""
+    parts: list[tuple[Run, Weights | Layers]] = []
+    for run, weights in runs:
+        inside = sorted({i for i in layers if run.start < i < run.stop})
+        edges = [run.start, *inside, run.stop]
+        for start, stop in itertools.pairwise(edges):
+            part = weights
+            if len(edges) > 2:
+                own = slice(start - run.start, stop - run.start)
+                part = (
+                    Layers(weights.each[own])
+                    if isinstance(weights, Layers)
+                    else {name: array[own] for name, array in weights.items()}
+                )
+            parts.append((run._replace(start=start, stop=stop), part))
+    return parts
+
+
 def _run_layers(
     config: DecoderConfig,
     run: Run,
@@ -172,7 +275,8 @@ def _run_layers(
     all_turns: Rotations,
     cache: jkv.Cache,
     batch: jkv.Batch,
-) -> tuple[jax.Array, jkv.Cache]:
+    routed: jax.Array | None,
+) -> tuple[jax.Array, jkv.Cache, jax.Array | None]:
     """Send rows through neighbouring layers with the same parameters."""
     experts: Weights = {}
     others = weights
@@ -182,55 +286,105 @@ def _run_layers(
         others = {n: w for n, w in weights.items() if n not in experts}
 
     def run_layer(carry, index, number, weights, window, kind):
-        hidden, cache = carry
+        hidden, cache, routed = carry
         if run.mixers:
-            normed = norm(config, hidden, weights, "attention_norm")
+            normed = _norm_input(config, hidden, weights, "attention_norm")
             turns = tuple(array[kind] for array in all_turns)
             mixed, cache = _mix(
                 config, run, weights, normed, turns, cache, number, batch, window
             )
             mixed = norm(config, mixed, weights, "attention_post_norm")
-            hidden = hidden + mixed * config.residual_scale
+            hidden = _add(config, weights, hidden, mixed, "attention")
         if run.feeds:
             if not config.is_parallel:
-                normed = norm(config, hidden, weights, "mlp_norm")
+                normed = _norm_input(config, hidden, weights, "mlp_norm")
             if run.feeds == "experts":
-                stacks = experts, index
-                fed = mix_experts(config, weights, *stacks, hidden, normed, batch.valid)
+                fed, routed = mix_experts(
+                    config,
+                    weights,
+                    experts,
+                    index,
+                    hidden,
+                    normed,
+                    batch.valid,
+                    routed,
+                )
             else:
                 fed = perceptron(config, normed, weights)
             fed = norm(config, fed, weights, "mlp_post_norm")
-            hidden = hidden + fed * config.residual_scale
+            hidden = _add(config, weights, hidden, fed, "mlp")
         if layer_inputs is not None:
             hidden = hidden + apply_layer_input(
                 config, weights, hidden, layer_inputs[number]
             )
         if config.has_layer_scales:
             hidden = hidden * weights["layer_scale"][None, :]
-        return hidden, cache
+        return hidden, cache, routed
 
-    carry = hidden, cache
+    carry = hidden, cache, routed
     if run.stop - run.start == 1:
         return _run_alone(config, run, 0, run_layer, carry, others)
     scan = _scan_periods if len(cache.storage) > 1 else _scan_layers
     return scan(config, run, run_layer, carry, others)
 
 
+def _norm_input(config, hidden, weights, name):
+    """Return the input of a part: the rows, normed."""
+    if config.has_residual_scales:
+        hidden = hidden.astype(weights[name].dtype)
+    return norm(config, hidden, weights, name)
+
+
+def _add(config, weights, hidden, mixed, part):
+    """Return the sum of rows [R, E] and the output of a part of the layer."""
+    if not config.has_residual_scales:
+        return hidden + mixed * config.residual_scale
+    kept = _scale_rows(weights, f"{part}_kept", hidden)
+    return _scale_rows(weights, f"{part}_mixed", mixed) + kept
+
+
+def _scale_rows(weights, name, rows):
+    """Add learnt biases to rows [R, E], then multiply by learnt scales, in float32."""
+    bias, scale = (
+        weights[f"{name}_{kind}"].astype(jnp.float32)[None, :]
+        for kind in ("bias", "scale")
+    )
+    return (rows.astype(jnp.float32) + bias) * scale
+
+
 def _mix(config, run, weights, x, turns, cache, number, batch, window):
     """Return the sum of a layer's mixers for rows [R, E], and the cache."""
-    parts = []
+    parts, projected = [], None
+    mixers = [MIXERS[name] for name in run.state_mixers]
+    for mixer in mixers:
+        if mixer.feeds_attention:
+            fold = functools.partial(jkv.fold_state, cache, number, batch)
+            projected, cache = mixer.apply(config, weights, x, fold)
     # Layers that attend to others' keys run one by one: their numbers are known.
     of_keys = config.key_layers[number] if config.key_layers else number
     if run.has_attention:
+        if config.query_heads:
+            own = config.find_query_heads(run.start)
+            config = dataclasses.replace(config, num_heads=own)
         scale_in, scale_out = config.attention_scales
-        given = turns, cache, of_keys, batch, window
-        causal = not config.has_spans(run.start)
-        attended, cache = attend(config, weights, x * scale_in, *given, causal=causal)
+        attended, cache = attend(
+            config,
+            weights,
+            x * scale_in,
+            turns,
+            cache,
+            of_keys,
+            batch,
+            window,
+            causal=not config.has_spans(run.start),
+            projected=projected,
+        )
         parts.append(attended * scale_out)
-    for name in run.state_mixers:
-        fold = functools.partial(jkv.fold_state, cache, number, batch)
-        mixed, cache = MIXERS[name].apply(config, weights, x, fold)
-        parts.append(mixed)
+    for mixer in mixers:
+        if not mixer.feeds_attention:
+            fold = functools.partial(jkv.fold_state, cache, number, batch)
+            mixed, cache = mixer.apply(config, weights, x, fold)
+            parts.append(mixed)
     return sum(parts[1:], parts[0]), cache
 
 
@@ -297,13 +451,15 @@ def _scan_periods(config, run, run_layer, carry, weights):
             carry = run_layer(carry, index, number, layer, window, kind)
         return carry, None
 
-    carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
+    # A scan of no steps would be traced too, with the windows of other layers.
+    if num_steps:
+        carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
     for index in range(num_steps * period, num_layers):
         carry = _run_alone(config, run, index, run_layer, carry, weights)
     return carry
 
 
-def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
+def stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
     """Return the rotations of kinds of layers, f32[kinds, R, 1, turned dim / 2] each.
 
     Where kinds turn dims of other sizes, which run one by one, they are tuples.
@@ -311,7 +467,7 @@ def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
     # The last request that starts at a row or before owns it.
     rows = jnp.arange(batch.num_rows, dtype=jnp.int32)
     owner = jnp.searchsorted(batch.query_starts, rows, side="right") - 1
-    # Of the text with the tokens that a prune dropped, which slots do not count.
+    # Of the sequence with the tokens that a prune dropped, which slots do not count.
     last = jnp.clip(batch.query_starts + batch.query_lengths - 1, 0, len(rows) - 1)
     lengths = batch.positions[last][owner] + 1
     pairs = [

@@ -13,10 +13,15 @@ class Experts:
     inner: int, hidden units of each.
     latent: int, numbers of a token that experts see and return; None for the hidden
         size.
+    router_inner: int, hidden units of a router that is a perceptron, and sees its state
+        in the layer before (`routers.py`); None for a matrix.
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
-    has_shared_gate: that perceptron's output is weighed, by a sigmoid of the token.
+    shared_scale: float, multiplies that perceptron's output.
+    has_shared_gate: the output is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
     has_choice_bias: softmaxes are chosen with a learnt bias too.
+    is_unbiased: sigmoids are chosen without that bias.
+    score_cap: float, bound of the scores before the sigmoid or softmax; None for none.
     jitter: float, of Phi's sparse mixer: an expert's weight is its part in a softmax
         over the experts at most this far below it, relatively; None for one over all.
     is_normalised: the weights of a token's experts add up to one.
@@ -34,10 +39,14 @@ class Experts:
     per_token: int
     inner: int
     latent: int | None = None
+    router_inner: int | None = None
     shared_inner: int = 0
+    shared_scale: float = 1.0
     has_shared_gate: bool = False
     has_sigmoid: bool = False
     has_choice_bias: bool = False
+    is_unbiased: bool = False
+    score_cap: float | None = None
     jitter: float | None = None
     is_normalised: bool = False
     epsilon: float = 0.0
@@ -47,6 +56,11 @@ class Experts:
     groups_per_token: int = 1
     has_biases: bool = False
     has_own_norms: bool = False
+
+    @property
+    def is_biased(self) -> bool:
+        """True if a learnt bias takes part in the choice of experts."""
+        return self.has_choice_bias or (self.has_sigmoid and not self.is_unbiased)
 
     def __post_init__(self) -> None:
         """Reject a choice of experts that is impossible."""
@@ -60,6 +74,20 @@ class Experts:
                 f"config.json: a token cannot use {self.per_token} of {self.count} "
                 f"experts in {self.groups_per_token} of {self.groups} groups"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputGate:
+    """Weights of attention's output, projected from the layer's input.
+
+    of_heads: one weight for each head, not one for each component.
+    function: turns the projection into the weight.
+    is_beside_queries: the rows of each head follow those of its query in one tensor.
+    """
+
+    of_heads: bool = False
+    function: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_beside_queries: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +171,16 @@ class Convolution:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvolvedHeads:
+    """Queries and keys that are convolved twice, of channels and of heads.
+
+    widths: ints, tokens that each convolution sees, the token itself counted.
+    """
+
+    widths: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRule:
     """Layers with a matrix of each head as the state, corrected by every token.
 
@@ -150,7 +188,9 @@ class DeltaRule:
     key_dim, value_dim: ints, components of a head's key and value.
     width: int, tokens that the convolution before it sees, itself counted.
     gates: int, components of the rank that gates are squeezed to; None if they are not.
-        With it each channel of a key forgets by itself, else each head.
+    forgets_by_channel: each channel of a key forgets by itself, else each head.
+    least_decay: float below 0, bound of the logarithms of a token's decays; None for no
+        bound.
     strength: float, the most that a token corrects: 2 lets it turn the old value over.
     norm_epsilon: float, of the norm behind it.
     gate: the function of the gate that multiplies the normed output.
@@ -163,6 +203,8 @@ class DeltaRule:
     value_dim: int
     width: int = 4
     gates: int | None = None
+    forgets_by_channel: bool = False
+    least_decay: float | None = None
     strength: float = 1.0
     norm_epsilon: float = 1e-6
     gate: Literal["silu", "sigmoid"] = "silu"

@@ -49,6 +49,28 @@ def pair_rope_parameters(
     return of_kinds[0], of_kinds[1]
 
 
+def list_rope_parameters(
+    settings: Settings, usual: Mapping[str, Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the RoPE settings of each kind of layer, which a file gives for all.
+
+    Args:
+        settings: the config.json.
+        usual: by kind, the settings of a file without any.
+
+    Raises:
+        ValueError: when a kind's settings are missing.
+    """
+    given = rope_parameters(settings) or usual
+    missing = [kind for kind in usual if not isinstance(given.get(kind), Mapping)]
+    if missing:
+        raise ValueError(
+            f"config.json: RoPE settings must have those of {' and '.join(usual)}, got "
+            f"{sorted(given)}"
+        )
+    return [given[kind] for kind in usual]
+
+
 def read_rope(
     settings: Settings,
     dim: int,

@@ -1,9 +1,9 @@
-"""Weights spread over several devices while they are read: tensor parallel.
+"""Tensor parallelism: parameters are sharded while they are read.
 
-The first matrices of attention and perceptron are divided by their outputs (heads,
-hidden units), the second ones by their inputs: then the only communication of a layer
-is the sum over devices after each second matrix. Embedding, head and norms are on every
-device, so that choosing tokens needs nothing of the others.
+The first matrices of attention and MLP are sharded by outputs (heads, hidden units),
+the second ones by inputs, so the only communication of a layer is one all-reduce after
+each second matrix. Embedding, head and norms are replicated, so sampling needs no
+communication.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ import numpy as np
 
 from .config import DecoderConfig
 
-# Puts a parameter, by name, on its devices.
+# Moves a parameter, given by name, to its devices.
 Put = Callable[[str, np.ndarray], jax.Array]
 
 DELTA_ROWS = ("query", "key", "value", "gate", "strength", "decay")
 
-# The axis of each parameter, from the end, that is divided; [layers, ...] all of them.
+# The sharded axis of each parameter, counted from the end; shapes are [layers, ...].
 DIVIDED = {
     **dict.fromkeys(("query", "key", "value", "query_up", "gate", "up"), -2),
     **dict.fromkeys(("query_bias", "key_bias", "value_bias", "sinks"), -1),
     **dict.fromkeys(("shared_gate", "shared_up"), -2),
     **dict.fromkeys(("key_up", "value_up"), -3),
     **dict.fromkeys(("output", "down", "shared_down"), -1),
-    # Of layers with a state: heads, or channels where there are no heads.
+    # Recurrent-state layers: by heads, or by channels without heads.
     **{f"mamba_{name}": -2 for name in ("gate", "x", "step")},
     **{f"mamba_{name}_bias": -1 for name in ("gate", "x", "step", "x_taps")},
     **{f"mamba_{name}": -1 for name in ("rate", "offset", "skip", "norm", "output")},
@@ -33,19 +33,19 @@ DIVIDED = {
     **{f"short_{name}_bias": -1 for name in ("first", "second", "x", "taps")},
     **dict.fromkeys(("mamba_x_taps", "short_taps"), -3),
     "short_output": -1,
-    # Layers with the delta rule: heads are divided as in attention.
+    # Delta rule layers: by heads, as in attention.
     **{f"delta_{name}": -2 for name in DELTA_ROWS},
     **{f"delta_{name}_taps": -3 for name in ("query", "key", "value")},
     **dict.fromkeys(("delta_offset", "delta_rate", "delta_output"), -1),
     "query_gate": -2,
 }
 
-# Matrices of kv heads, which stay whole if the devices are no divisor of them.
+# Parameters of kv heads, replicated if the heads are not divisible by the devices.
 OF_KV_HEADS = ("key", "value", "key_bias", "value_bias")
 
 
 def put_whole(name: str, array: np.ndarray) -> jax.Array:
-    """Put a parameter on JAX's default device."""
+    """Move a parameter to JAX's default device."""
     del name
     return jax.device_put(array)
 
@@ -54,7 +54,7 @@ def make_mesh(num_devices: int) -> jax.sharding.Mesh:
     """Return a mesh of the first devices, with the axis "tp".
 
     Raises:
-        ValueError: when there are not so many.
+        ValueError: if there are too few devices.
     """
     if not 1 <= num_devices <= jax.device_count():
         raise ValueError(
@@ -65,20 +65,21 @@ def make_mesh(num_devices: int) -> jax.sharding.Mesh:
 
 
 def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Put:
-    """Return a function that shards each parameter; no device gets it whole.
+    """Return a function that shards each parameter without a whole copy on any device.
 
     Args:
         mesh: with the axis "tp".
-        config: the model's settings.
+        config: the model's configuration.
 
     Raises:
-        ValueError: when the devices cannot share the query heads.
+        ValueError: if the query heads are not divisible by the devices.
     """
     num_devices = mesh.shape["tp"]
-    if config.num_heads % num_devices:
-        raise ValueError(
-            f"{config.num_heads} query heads cannot be shared by {num_devices} devices"
-        )
+    for num_heads in config.query_heads or (config.num_heads,):
+        if num_heads % num_devices:
+            raise ValueError(
+                f"{num_heads} query heads cannot be shared by {num_devices} devices"
+            )
 
     def put(name: str, array: np.ndarray) -> jax.Array:
         spec: list[str | None] = [None] * array.ndim
@@ -86,7 +87,7 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Put:
         if axis is not None:
             spec[axis] = "tp"
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        # Not `device_put`: between processes it would compare their values.
+        # `device_put` would compare the values of all processes.
         return jax.make_array_from_callback(
             array.shape, where, lambda part: array[part]
         )
@@ -97,7 +98,7 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Put:
 def find_divided_axis(
     config: DecoderConfig, name: str, shape: tuple[int, ...], num_devices: int
 ) -> int | None:
-    """Return the axis of a parameter that devices share; None if all have it whole."""
+    """Return the sharded axis of a parameter; None if it is replicated."""
     axis = DIVIDED.get(name)
     if axis is None or shape[axis] % num_devices:
         return None

@@ -1,7 +1,7 @@
-"""The form of messages that a chat template is written for, read in its program.
+"""Static analysis of a chat template: the accepted form of a message's content.
 
-Most templates write a message's content as a text; templates of models that see read
-its parts; some test which it is. Some test if it is null, others would write "None".
+Most templates write the content as a string, multimodal ones iterate over its parts,
+and some test its type. Some test for null; others would write "None".
 """
 
 import functools
@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 CONTENT = "content"
-# Tests by which a template tells a text from parts.
+# Tests that distinguish a string from parts.
 KIND_TESTS = ("string", "iterable", "sequence", "mapping")
-# Filters that take the parts of a message one by one, and filters that write null.
+# Filters over the parts of a message, and filters that accept null.
 PART_FILTERS = ("selectattr", "rejectattr", "map", "groupby")
 NULL_FILTERS = ("tojson", "default", "d")
 
 
 class Form(NamedTuple):
-    """The forms of a message's content that a template accepts."""
+    """The form of message content that a template accepts."""
 
-    takes_parts: bool  # a list of parts, never a text
-    takes_null: bool  # null where there is no text, not an empty text
+    takes_parts: bool  # only a list of parts, no string
+    takes_null: bool  # null instead of an empty string
 
 
 @functools.lru_cache(maxsize=16)
 def read_form(source: str, environment: Any) -> Form:
-    """Return the form of messages that a template takes."""
+    """Return the form of message content that a template accepts."""
     from jinja2 import nodes
 
     tree = environment.parse(source)
@@ -43,17 +43,17 @@ def read_form(source: str, environment: Any) -> Form:
     ]
     tests_null = any(test.name == "none" for test in tests)
     tests_null |= any({nodes.Const, None} == each for each in compared)
-    tells_kinds = any(test.name in KIND_TESTS for test in tests)
+    distinguishes_kinds = any(test.name in KIND_TESTS for test in tests)
     goes_through = any(map(is_content, _find_parted(tree, nodes)))
     writes = any(map(is_content, _find_written(tree, nodes)))
     return Form(
-        takes_parts=goes_through and not tells_kinds,
+        takes_parts=goes_through and not distinguishes_kinds,
         takes_null=tests_null or not (writes or goes_through),
     )
 
 
 def _is_content(node: Any, names: set[str], nodes: Any) -> bool:
-    """True if an expression is a message's content, or a name for it."""
+    """True if an expression is a message's content or a variable with it."""
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getattr):
@@ -63,9 +63,9 @@ def _is_content(node: Any, names: set[str], nodes: Any) -> bool:
 
 
 def _find_names(tree: Any, nodes: Any) -> set[str]:
-    """Return the names that a template gives to a message's content."""
+    """Return the variables that hold a message's content."""
     names = {CONTENT}
-    for _ in range(3):  # a name may be given to another, but hardly more than twice
+    for _ in range(3):  # follow chains of assignments
         for each in tree.find_all(nodes.Assign):
             if _is_content(each.node, names, nodes):
                 names |= {name.name for name in _find_targets(each.target, nodes)}
@@ -85,7 +85,7 @@ def _find_targets(target: Any, nodes: Any) -> Iterator[Any]:
 
 
 def _find_parted(tree: Any, nodes: Any) -> Iterator[Any]:
-    """Yield the expressions that a template takes apart."""
+    """Yield the expressions that a template iterates over or indexes."""
     for loop in tree.find_all(nodes.For):
         node = loop.iter
         while isinstance(node, nodes.Filter):
@@ -94,7 +94,7 @@ def _find_parted(tree: Any, nodes: Any) -> Iterator[Any]:
     for each in tree.find_all(nodes.Filter):
         if each.name in PART_FILTERS:
             yield each.node
-    # The first part's text, as in content[0].text.
+    # Access to the first part, as in content[0].text.
     for each in tree.find_all((nodes.Getattr, nodes.Getitem)):
         inner = each.node
         name = getattr(each, "attr", None) or getattr(
@@ -105,7 +105,7 @@ def _find_parted(tree: Any, nodes: Any) -> Iterator[Any]:
 
 
 def _find_written(tree: Any, nodes: Any) -> Iterator[Any]:
-    """Yield the expressions that a template writes, or uses as a text."""
+    """Yield the expressions that a template writes or uses as strings."""
     for each in tree.find_all(nodes.Output):
         yield from each.nodes
     for each in tree.find_all(nodes.Filter):

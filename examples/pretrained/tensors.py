@@ -73,7 +73,7 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
     for mixer in run.state_mixers:
         table |= MIXERS[mixer].list_tensors(config)
     if run.feeds == "experts" and config.experts:
-        table |= _experts(config, config.experts)
+        table |= _experts(config, config.experts, run.start)
     elif run.feeds == "perceptron":
         inner = config.inner_sizes[run.start] if config.inner_sizes else None
         table |= _perceptron(config, "", inner or config.intermediate_size)
@@ -86,6 +86,8 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
         )
     if config.has_layer_scales:
         table |= list_whole(layer_scale=(1,))
+    if config.has_residual_scales:
+        table |= _residual_scales(config)
     names = NAMES | ARCHITECTURES[config.architecture].tensors
     named = {}
     for parameter, source in table.items():
@@ -113,6 +115,9 @@ def model_tensors(config: DecoderConfig) -> dict[str, Source]:
             ("layer_projection_norm", (layer_inputs.dim,)),
         ):
             table[name] = Source(shape, shape, name=f"{row.prefix}{names[name]}")
+    if config.has_residual_scales:
+        for name in ("input_scale", "input_bias"):
+            table[name] = Source(vector, vector, name=f"{row.prefix}{names[name]}")
     if config.has_norm_bias:
         name = table["final_norm"].name.replace("weight", "bias")
         table["final_norm_bias"] = Source(vector, vector, name=name)
@@ -143,11 +148,8 @@ def _norms(config: DecoderConfig, run: Run) -> dict[str, Source]:
 
 def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
     num_kv_heads, dim = config.find_heads(layer)
-    hidden, heads, kv_heads = (
-        config.hidden_size,
-        config.num_heads * dim,
-        num_kv_heads * dim,
-    )
+    num_heads, hidden = config.find_query_heads(layer), config.hidden_size
+    heads, kv_heads = num_heads * dim, num_kv_heads * dim
     table = list_whole(
         query=(heads, hidden),
         key=(kv_heads, hidden),
@@ -160,13 +162,14 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
         )
     if config.has_output_bias:
         table |= list_whole(output_bias=(hidden,))
+    if config.convolved_heads:
+        # Its mixer has the other projections.
+        return {n: each for n, each in table.items() if n.startswith("output")}
     if config.qk_norm == "all":
         table |= list_whole(query_norm=(heads,), key_norm=(kv_heads,))
     elif config.qk_norm == "heads":
-        table |= list_whole(
-            query_norm=(config.num_heads, dim), key_norm=(num_kv_heads, dim)
-        )
-    elif config.qk_norm:
+        table |= list_whole(query_norm=(num_heads, dim), key_norm=(num_kv_heads, dim))
+    elif config.qk_norm and config.qk_norm != "unit":
         table |= list_whole(query_norm=(dim,), key_norm=(dim,))
     if config.key_layers and config.key_layers[layer] != layer:
         # It attends to the keys and values of an earlier layer.
@@ -174,11 +177,26 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
         table = {name: each for name, each in table.items() if name not in names}
     elif config.values_of_keys and config.values_of_keys[layer]:
         table = {n: each for n, each in table.items() if not n.startswith("value")}
-    if config.has_output_gate:
-        table |= _gated_queries(config)
+    if gate := config.output_gate:
+        if gate.is_beside_queries:
+            table |= _gated_queries(config)
+        else:
+            table |= list_whole(
+                query_gate=(num_heads if gate.of_heads else heads, hidden)
+            )
     if config.has_sinks:
-        table |= list_whole(sinks=(config.num_heads,))
+        table |= list_whole(sinks=(num_heads,))
     return table
+
+
+def _residual_scales(config: DecoderConfig) -> dict[str, Source]:
+    names = (
+        f"{part}_{side}_{kind}"
+        for part in ("attention", "mlp")
+        for side in ("mixed", "kept")
+        for kind in ("scale", "bias")
+    )
+    return list_whole(**dict.fromkeys(names, (config.hidden_size,)))
 
 
 def _gated_queries(config: DecoderConfig) -> dict[str, Source]:
@@ -207,6 +225,8 @@ def _latent(config: DecoderConfig, latent: Latent) -> dict[str, Source]:
         latent_norm=(latent.rank,),
         output=(hidden, heads * latent.value_dim),
     )
+    if config.output_gate:
+        table |= list_whole(query_gate=(heads, hidden))
     if latent.query_rank is None:
         table |= list_whole(query=(heads * query_dim, hidden))
     else:
@@ -241,7 +261,7 @@ def _perceptron(config: DecoderConfig, prefix: str, inner: int) -> dict[str, Sou
     return {f"{prefix}{name}": source for name, source in table.items()}
 
 
-def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
+def _experts(config: DecoderConfig, experts: Experts, layer: int) -> dict[str, Source]:
     hidden, inner, count = config.hidden_size, experts.inner, experts.count
     seen = experts.latent or hidden
 
@@ -249,7 +269,7 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
         stored = shape[::-1] if len(shape) == 2 else shape
         return Source((count, *shape), stored, np.transpose, count)
 
-    table = list_whole(router=(count, hidden)) | dict(
+    table = _router(experts, hidden, layer) | dict(
         expert_gate=stack((seen, inner)),
         expert_up=stack((seen, inner)),
         expert_down=stack((inner, seen)),
@@ -266,10 +286,6 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
             expert_up_bias=stack((inner,)),
             expert_down_bias=stack((hidden,)),
         )
-    if experts.has_sigmoid:
-        table |= list_whole(choice_bias=(count,))
-    if experts.has_choice_bias:
-        table["choice_bias"] = Source((count,), (1, count), np.ravel)
     if experts.has_own_norms:
         table |= list_whole(
             routed_norm=(hidden,),
@@ -283,6 +299,30 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
     if experts.has_shared_gate:
         table |= list_whole(shared_weight=(1, hidden))
     return table
+
+
+def _router(experts: Experts, hidden: int, layer: int) -> dict[str, Source]:
+    """Return the parameters of a router, which may be a perceptron."""
+    count, inner = experts.count, experts.router_inner
+    if inner is None:
+        table = list_whole(router=(count, hidden))
+        if experts.has_choice_bias:
+            table["choice_bias"] = Source((count,), (1, count), np.ravel)
+        elif experts.is_biased:
+            table |= list_whole(choice_bias=(count,))
+        return table
+    table = list_whole(
+        router=(count + 1, inner),
+        router_down=(inner, hidden),
+        router_down_bias=(inner,),
+        router_norm=(inner,),
+        router_first=(inner, inner),
+        router_first_bias=(inner,),
+        router_second=(inner, inner),
+        router_second_bias=(inner,),
+        choice_bias=(count + 1,),
+    )
+    return table | (list_whole(router_state_scale=(inner,)) if layer else {})
 
 
 def _share(table: dict[str, Source], fused_experts: str) -> dict[str, Source]:

@@ -1,26 +1,27 @@
-"""The text part of a checkpoint of a model that also sees.
+"""Text part of multimodal checkpoints.
 
-Gemma 3 from 4B on, Gemma 4, PaliGemma, Qwen3.5, and Mistral's since Small 3.1 are such
-models.
+Gemma 3 from 4B on, Gemma 4, PaliGemma, Qwen3.5, Muse Glimmer, and Mistral's since Small
+3.1 are such models.
 Their config.json holds the language model's settings as ``text_config``, and their
-tensors have longer names, in one of two forms. A text without pictures has the logits
-of the language model alone, so the rest is left out.
+tensor names have prefixes of two forms. Without images the logits are those of the
+language model, so the other parts are not loaded.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Model types with a text part, and the model type of that part where it names none.
+# Multimodal model types, and the default model type of their text part.
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
+    "muse_glimmer": "muse_glimmer_text",
     "paligemma": "gemma",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
-# Settings of the text that stand beside its part; these count where they are given.
+# Settings beside the text part, which override its own.
 BESIDE = (
     "dtype",
     "eos_token_id",
@@ -29,7 +30,7 @@ BESIDE = (
     "torch_dtype",
 )
 
-# How names of the text's tensors begin, and how they do in a checkpoint of texts alone.
+# Prefixes of the text part's tensors, and their replacements.
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -44,16 +45,18 @@ OTHER_PARTS = (
     "embed_vision.",
     "encoder.",
     "multi_modal_projector.",
+    "vision_adapter.",
+    "vision_projection.",
     "vision_tower.",
     "visual.",
 )
 
 
 def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the language model; of a plain one all that there are.
+    """Return the language model's settings; for a text-only model, all settings.
 
     Raises:
-        ValueError: when the checkpoint does something else than continue texts.
+        ValueError: if the checkpoint is not a causal language model.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
@@ -76,10 +79,10 @@ def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def name_tensors(stored: Iterable[str]) -> dict[str, str]:
-    """Return the stored names of tensors, by the names of a plain model.
+    """Return the stored names of tensors, by their names in a text-only model.
 
-    Tensors of the parts that see are left out. A plain model keeps all of its names; in
-    one that was saved without its head they do not begin with "model.".
+    Tensors of other modalities are omitted. Names of a text-only model are unchanged,
+    except in a checkpoint without a head, where "model." is prepended.
     """
     names = list(stored)
     if "embed_tokens.weight" in names:

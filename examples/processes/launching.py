@@ -1,4 +1,4 @@
-"""Start and watch processes; report why one ended too early."""
+"""Launcher of processes: start, monitor, restart, and report failures."""
 
 import argparse
 import pathlib
@@ -10,49 +10,47 @@ import threading
 import time
 from typing import IO, NamedTuple
 
-# How long after the first failure the others may take to notice it, beside the time
-# after which a process counts as dead. Then they are killed.
+# Seconds beyond the heartbeat timeout in which the others may exit after a failure;
+# then they are killed.
 SECONDS_TO_END = 5
 
 
 class Child(NamedTuple):
-    """A process that was started."""
+    """A started process."""
 
     number: int
     process: subprocess.Popen[bytes]
     log: pathlib.Path  # its output
-    reader: (
-        threading.Thread | None
-    )  # of process 0's standard output, which goes to ours
+    reader: threading.Thread | None  # copies process 0's standard output
 
 
 def launch(options: argparse.Namespace, listener: socket.socket | None = None) -> int:
-    """Start processes until they are done, or have failed once too often.
+    """Start processes, and restart them after failures up to `--restarts` times.
 
     Args:
-        options: of the command line.
-        listener: the socket for clients of the first process, passed to it as
-            `--listener`. Requests during a restart wait there, and are answered then.
+        options: command-line options.
+        listener: the socket for clients of the first process, passed as `--listener`.
+            During a restart, requests wait in its backlog.
 
     Returns:
-        The exit status, 0 when all is done.
+        The exit status; 0 if all processes succeeded.
     """
     pathlib.Path(options.state).mkdir(parents=True, exist_ok=True)
-    # Noted alone: an exception could come between a child's start and its entry here.
-    asked: list[int] = []
+    # Handlers only record signals: an exception might lose a new child.
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
     for attempt in range(options.restarts + 1):
         if attempt:
-            say(f"starting again, {attempt} of {options.restarts}")
+            report(f"starting again, {attempt} of {options.restarts}")
         children: list[Child] = []
         try:
             start(options, children, listener)
-            if watch(children, options.heartbeat + SECONDS_TO_END, asked):
+            if watch(children, options.heartbeat + SECONDS_TO_END, signals):
                 return 0
         finally:
             kill(children)
-    say("the same command goes on from what was saved")
+    report("the same command goes on from what was saved")
     return 1
 
 
@@ -61,9 +59,9 @@ def start(
     children: list[Child],
     listener: socket.socket | None = None,
 ) -> None:
-    """Start all processes; the first is the one that the others report to.
+    """Start all processes; the first is the coordinator.
 
-    Each is on the list as soon as it runs, so that it is ended after any later error.
+    Each is added to `children` as soon as it runs, so that later errors cannot leak it.
     """
     with socket.create_server(("localhost", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
@@ -85,25 +83,25 @@ def start(
         if process.stdout:
             reader = threading.Thread(target=pass_on, args=[process.stdout])
             reader.start()
-        say(f"process {number} has pid {process.pid}")
+        report(f"process {number} has pid {process.pid}")
         children.append(Child(number, process, log, reader))
 
 
-def watch(children: list[Child], patience: float, asked: list[int]) -> bool:
-    """Wait until all have ended; after the first failure, no longer than `patience`.
+def watch(children: list[Child], patience: float, signals: list[int]) -> bool:
+    """Wait until all processes exit, but at most `patience` seconds after a failure.
 
-    A signal that requests an end raises SystemExit.
+    Raises SystemExit after a signal.
 
     Returns:
-        Whether all have done their work.
+        Whether all processes succeeded.
     """
     began, failed = time.monotonic(), None
     waiting = list(children)
     while waiting:
         time.sleep(0.05)
-        if asked:
-            say(f"ended by {signal.Signals(asked[0]).name}")
-            sys.exit(128 + asked[0])
+        if signals:
+            report(f"ended by {signal.Signals(signals[0]).name}")
+            sys.exit(128 + signals[0])
         now = time.monotonic()
         for child in [each for each in waiting if each.process.poll() is not None]:
             waiting.remove(child)
@@ -113,17 +111,17 @@ def watch(children: list[Child], patience: float, asked: list[int]) -> bool:
             after = f"after {now - began:.1f} s"
             if failed is not None:
                 after = f"{now - failed:.1f} s later"
-            say(f"process {child.number} {how} {after}; see {child.log}")
+            report(f"process {child.number} {how} {after}; see {child.log}")
             failed = failed or now
         if failed is not None and now - failed > patience:
             for child in waiting:
-                say(f"process {child.number} still runs {patience} s later: killed")
+                report(f"process {child.number} still runs {patience} s later: killed")
             return False
     return failed is None
 
 
 def pass_on(output: IO[bytes]) -> None:
-    """Write the output of a process to ours, but for the greetings of Gloo."""
+    """Copy a process's output to ours, without the messages of Gloo."""
     for line in output:
         if b"connected peer ranks" not in line:
             sys.stdout.buffer.write(line)
@@ -131,14 +129,14 @@ def pass_on(output: IO[bytes]) -> None:
 
 
 def describe(status: int) -> str:
-    """Say how a process ended."""
+    """Describe an exit status."""
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
 
 
 def kill(children: list[Child]) -> None:
-    """End all running processes."""
+    """Kill all running processes."""
     for child in children:
         if child.process.poll() is None:
             child.process.kill()
@@ -147,6 +145,6 @@ def kill(children: list[Child]) -> None:
             child.reader.join()
 
 
-def say(text: str) -> None:
-    """Tell the user, at once."""
+def report(text: str) -> None:
+    """Print a message immediately."""
     print(f"launcher: {text}", file=sys.stderr, flush=True)

@@ -16,17 +16,17 @@ PROMPTS = (
 
 
 def parse_arguments(doc: str | None) -> argparse.Namespace:
-    """Return the options, checked before a process is started."""
+    """Return the options, checked before any process starts."""
     parser, number = Parser(doc, prog="multiprocess.py"), at_least(1)
     add = parser.add_argument
-    add("prompts", nargs="*", type=text, default=PROMPTS, help="texts to continue")
-    add("--state", required=True, help="a folder that all processes can read")
-    add("--model", default=BUNDLED, help="a Hugging Face folder; the bundled model")
-    add("--max-new-tokens", type=number, default=64, help="of each text; %(default)s")
+    add("prompts", nargs="*", type=text, default=PROMPTS, help="default: four examples")
+    add("--state", required=True, help="a folder shared by all processes")
+    add("--model", default=BUNDLED, help="a Hugging Face folder; default: bundled")
+    add("--max-new-tokens", type=number, default=64, help="per prompt; %(default)s")
     add("--save-every", type=number, default=16, help="steps; %(default)s")
     add("--num-processes", type=number, default=2, help="%(default)s")
-    said = "devices that share the model; default those of one process"
-    add("--tensor-parallel", type=number, help=said)
+    help_text = "devices that shard the model; default: those of a process"
+    add("--tensor-parallel", type=number, help=help_text)
     add_membership(parser, devices=2)
     options = parser.parse_args()
     if problem := find_problem(options):
@@ -35,20 +35,20 @@ def parse_arguments(doc: str | None) -> argparse.Namespace:
 
 
 def add_membership(parser: argparse.ArgumentParser, devices: int) -> None:
-    """Add a process's options about the others, and the launcher of them all."""
+    """Add the options for joining other processes and for launching them."""
     add, number = parser.add_argument, at_least(1)
-    said = "simulated in each process, %(default)s; 0 takes those that are there"
-    add("--devices", type=at_least(0), default=devices, help=said)
+    help_text = "simulated devices per process, %(default)s; 0 uses real devices"
+    add("--devices", type=at_least(0), default=devices, help=help_text)
     add("--restarts", type=at_least(0), default=0, help="after a failure; %(default)s")
-    said = "seconds without a sign of life after which a process counts as dead"
-    add("--heartbeat", type=number, default=10, help=f"{said}; %(default)s")
-    said = "host:port of process 0, or auto; without it, this starts all processes"
-    add("--coordinator", type=address, help=said)
-    add("--process", type=at_least(0), help="which one this is, from 0")
+    help_text = "seconds without a heartbeat until a process counts as dead"
+    add("--heartbeat", type=number, default=10, help=f"{help_text}; %(default)s")
+    help_text = "host:port of process 0, or auto; default: start all processes here"
+    add("--coordinator", type=address, help=help_text)
+    add("--process", type=at_least(0), help="index of this process, from 0")
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """Say which options do not go together."""
+    """Return an error message for inconsistent options, or None."""
     if problem := find_wrong_membership(options):
         return problem
     devices = options.num_processes * options.devices
@@ -60,7 +60,7 @@ def find_problem(options: argparse.Namespace) -> str | None:
 
 
 def find_wrong_membership(options: argparse.Namespace) -> str | None:
-    """Say which options of `add_membership` do not go together."""
+    """Return an error message for inconsistent options of `add_membership`, or None."""
     is_by_hand = options.coordinator not in (None, "auto")
     if is_by_hand != (options.process is not None):
         return "--process N goes with --coordinator HOST:PORT, and only with it"
@@ -70,7 +70,7 @@ def find_wrong_membership(options: argparse.Namespace) -> str | None:
 
 
 def address(given: str) -> str:
-    """Read where process 0 listens."""
+    """Parse the address of process 0."""
     port = re.fullmatch(r"[^\s:]+:(\d+)|\[[\da-fA-F:.]+\]:(\d+)", given)
     if given == "auto" or (port and int(port[1] or port[2]) < 2**16):
         return given

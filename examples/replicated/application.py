@@ -1,4 +1,4 @@
-"""The application that Ray Serve runs: replicas behind one endpoint."""
+"""Ray Serve application: replicas behind one endpoint."""
 
 import argparse
 import os
@@ -22,18 +22,18 @@ from .endpoint import make_endpoint
 from .prefixes import CHARACTERS_PER_TOKEN, PIECE_CHARACTERS, STATS_SECONDS
 from .replica import Replica
 from .routing import PrefixRouter
-from .scaling import ByTexts
+from .scaling import BySequences
 
 NAME = "jkv"
-# So long must there be too few replicas before another one starts.
+# Time with too few replicas before another one starts.
 UPSCALE_SECONDS = 5.0
 
 
 def join_cluster(address: str | None = None) -> None:
-    """Join a cluster of Ray, or start one on this machine.
+    """Join a Ray cluster, or start a local one.
 
     Args:
-      address: of the cluster, or "auto"; None starts one, which ends with the process.
+      address: cluster address, or "auto"; None starts a cluster for this process.
     """
     here = str(Path(__file__).parents[1])
     paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -48,11 +48,11 @@ def join_cluster(address: str | None = None) -> None:
 def make_application(
     options: argparse.Namespace, *, api_key: str | None = None
 ) -> serve.Application:
-    """Describe the application.
+    """Return the application.
 
     Args:
-      options: of the command line.
-      api_key: the key that clients have to send; None admits all of them.
+      options: command-line options.
+      api_key: the key that clients must send; None admits all clients.
     """
 
     def build() -> Starlette:
@@ -61,11 +61,11 @@ def make_application(
 
         return make_endpoint(find_replicas, api_key=api_key)
 
-    most_tokens = options.context * (options.max_running + options.kept_texts)
+    most_tokens = options.context * (options.max_running + options.kept_sequences)
     replicas = serve.deployment(Replica).options(
         **choose_number(options.replicas, options.max_running),
         user_config={"weights": str(options.weights or options.model)},
-        # Requests that wait in an engine are in its order of priorities.
+        # Requests wait in the engine, which orders them by priority.
         max_ongoing_requests=options.max_running + options.max_waiting,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         request_router_config=RequestRouterConfig(
@@ -85,12 +85,12 @@ def make_application(
 
 
 def choose_number(replicas: tuple[int, int], places: int) -> Mapping[str, Any]:
-    """Return Ray Serve's options for a fixed number of replicas, or between two."""
+    """Return Ray Serve's options for a fixed or autoscaled number of replicas."""
     least, most = replicas
     if least == most:
         return {"num_replicas": least}
     policy = AutoscalingPolicy(
-        policy_function=ByTexts, policy_kwargs={"places": places}
+        policy_function=BySequences, policy_kwargs={"places": places}
     )
     scaling = AutoscalingConfig(
         min_replicas=least,
@@ -104,7 +104,7 @@ def choose_number(replicas: tuple[int, int], places: int) -> Mapping[str, Any]:
 
 
 def run(application: serve.Application, host: str, port: int) -> None:
-    """Start or replace the application of that name; return when replicas are ready."""
+    """Deploy or replace the application; return when the replicas are ready."""
     serve.start(http_options=HTTPOptions(host=host, port=port))
     logging = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.run(application, name=NAME, logging_config=logging)

@@ -1,8 +1,8 @@
-"""The one address in front of the replicas.
+"""HTTP endpoint in front of the replicas.
 
-A request is handed to a replica and its answer handed back. A replica that dies before
-the client has any part of the answer loses nothing: another one gets the request. An
-answer sent in part ends with an error, as the rest would not go with it.
+Requests are forwarded to a replica, and its reply to the client. If a replica dies
+before the client has received a part of the reply, another replica gets the request; a
+partly sent reply ends with an error.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ from jkv.serving.prometheus import render
 from .forwarding import Forwarded
 from .prefixes import hash_beginnings, read_beginning
 
-# Time for retries after a replica has died: another one may have to start.
+# Time for retries after a replica's death, in which a new one may start.
 RETRY_SECONDS = 120.0
 RETRY_PAUSE = 0.2
 
 
 class ReplicaStats(NamedTuple):
-    """A replica's information about its engine."""
+    """Statistics of a replica, with the interface of an engine."""
 
     numbers: EngineStats
 
     def stats(self) -> EngineStats:
-        """Return them, as an engine does."""
+        """Return the statistics."""
         return self.numbers
 
 
@@ -51,18 +51,18 @@ def make_endpoint(
     api_key: str | None = None,
     bounds: Bounds = Bounds(),  # noqa: B008 (a tuple cannot change)
 ) -> Starlette:
-    """Make the application that clients talk to.
+    """Return the ASGI application for clients.
 
     Args:
       find_replicas: returns Ray Serve's handle of the replicas.
-      api_key: the key that clients have to send; None admits all of them.
-      bounds: of bodies, in time and bytes; connections are Ray Serve's affair.
+      api_key: the key that clients must send; None admits all clients.
+      bounds: limits of bodies in time and bytes; Ray Serve limits connections.
     """
 
     async def show_numbers(_: Request) -> Response:
         answers = await find_replicas().broadcast("read_stats").results_async()
-        told = {name: ReplicaStats(stats) for name, stats in answers}
-        text = await asyncio.to_thread(render, told, label="replica")
+        reported = {name: ReplicaStats(stats) for name, stats in answers}
+        text = await asyncio.to_thread(render, reported, label="replica")
         return Response(text, media_type="text/plain; version=0.0.4")
 
     keys = [Middleware(ask_for_key, key=api_key)] if api_key else []
@@ -77,13 +77,13 @@ def make_endpoint(
 
 
 class Forwarder:
-    """Hands requests to replicas, and answers to clients (an ASGI application)."""
+    """ASGI application that forwards requests to replicas."""
 
     def __init__(self, find_replicas: Callable[[], DeploymentHandle], bounds: Bounds):
         self._find_replicas, self._bounds = find_replicas, bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; a client that leaves ends it."""
+        """Answer a request; stop if the client disconnects."""
         request = Request(scope, receive)
         try:
             body = await read_bytes(request, self._bounds)
@@ -118,7 +118,7 @@ class Forwarder:
             if start is None:
                 await send_response(respond(lost), send)
             else:
-                # The length may have been sent, then the connection is cut instead.
+                # A length may have been sent; then this closes the connection early.
                 is_stream = b"text/event-stream" in dict(start["headers"]).get(
                     b"content-type", b""
                 )
@@ -126,7 +126,7 @@ class Forwarder:
                 await send({"type": "http.response.body", "body": last})
 
     async def _ask_until_answered(self, request: Forwarded) -> AsyncIterator[Message]:
-        """Yield an answer, of a second replica if the first died before it began."""
+        """Yield a reply's messages; retry on another replica if none was sent yet."""
         deadline = time.monotonic() + RETRY_SECONDS
         while True:
             held: list[Message] = []
@@ -134,7 +134,7 @@ class Forwarder:
             try:
                 async for message in self._ask(request):
                     held.append(message)
-                    # The head alone tells nothing; another replica's is the same.
+                    # Hold back the head, so that another replica can still answer.
                     if message["type"] == "http.response.start":
                         continue
                     has_begun = True
@@ -158,7 +158,7 @@ class Forwarder:
 
 
 async def send_response(response: Response, send: Send) -> None:
-    """Send a response that asks nothing of its request."""
+    """Send a response that does not depend on its request."""
     headers = response.raw_headers
     status = response.status_code
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,4 +1,4 @@
-"""A replica: an engine and the app of a server on one machine, in a process of Ray."""
+"""A replica: engine and server application in a Ray actor."""
 
 import argparse
 import asyncio
@@ -18,13 +18,13 @@ from .forwarding import Forwarded, call_app
 
 
 class Replica:
-    """A model that is served; Ray Serve makes one in a process of its own."""
+    """A served model; Ray Serve creates each replica in its own process."""
 
     def __init__(self, options: argparse.Namespace):
         """Load the model and compile its programs.
 
         Args:
-          options: of `served.loading.add_options`, and `max_waiting`, `grammars`.
+          options: those of `served.loading.add_options`, `max_waiting`, `grammars`.
         """
         self._served = load(
             options, max_waiting=options.max_waiting, max_grammars=options.grammars
@@ -35,13 +35,13 @@ class Replica:
         self._app = make_app(self._served)
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Change weights; Ray Serve calls this of one replica after the other.
+        """Load new weights; Ray Serve calls this for one replica after the other.
 
         Args:
-          config: `weights`, a folder of a checkpoint with the same sizes.
+          config: `weights`, the folder of a checkpoint with the same configuration.
 
         Raises:
-          ValueError: when the weights have other sizes; the old ones stay.
+          ValueError: if the configuration differs; the old weights stay.
         """
         folder = config["weights"]
         if folder != self._weights:
@@ -49,23 +49,23 @@ class Replica:
             self._weights = folder
 
     async def answer(self, request: Forwarded) -> AsyncIterator[Message]:
-        """Yield the messages of the app's answer: status and headers, then parts."""
+        """Yield the messages of the response: its head, then parts of its body."""
         async for message in call_app(self._app, request):
             yield message
 
     def read_stats(self) -> tuple[str, EngineStats]:
-        """Return the replica's name and its engine's numbers."""
+        """Return the replica's name and its engine's statistics."""
         name = serve.get_replica_context().replica_id.unique_id
         return name, self._served.engine.stats()
 
     async def check_health(self) -> None:
-        """Raise if the engine cannot go on; Ray Serve starts another replica then."""
+        """Raise if the engine has failed; Ray Serve then replaces the replica."""
         async for message in call_app(self._app, Forwarded("GET", "/health")):
             if message.get("status", 200) != 200:
                 raise RuntimeError("the engine has failed")
 
     def record_routing_stats(self) -> dict[str, int]:
-        """Return the router's inputs: room, places and the version of the weights."""
+        """Return the router's inputs: free blocks, places and the weights' version."""
         stats = self._served.engine.stats()
         return {
             "free_blocks": stats.free_blocks,
@@ -74,9 +74,9 @@ class Replica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the input of autoscaling: the number of running and waiting texts."""
+        """Return the input of autoscaling: the number of unfinished sequences."""
         stats = self._served.engine.stats()
-        return {"texts": float(stats.waiting + stats.running + stats.preempted)}
+        return {"sequences": float(stats.waiting + stats.running + stats.preempted)}
 
     def __del__(self) -> None:
         if hasattr(self, "_served"):

@@ -1,8 +1,8 @@
-"""Which replica gets a request: the one that has most of its beginning.
+"""Prefix-aware routing: a request goes to the replica with its longest cached prefix.
 
-Ray Serve requests replicas in order of preference from a router, and takes the first
-that has room (`ray.serve.request_router`, which Ray calls alpha: Ray is pinned
-therefore). Ray's own router by prefixes reads the requests of its server for vLLM.
+Ray Serve requests replicas in order of preference from a router, and uses the first
+one with room (`ray.serve.request_router`; an alpha API, so Ray's version is pinned).
+Ray's own prefix router reads only requests of its server for vLLM.
 """
 
 from collections import Counter
@@ -21,21 +21,19 @@ from .prefixes import PrefixTable
 
 
 class Standing(NamedTuple):
-    """A router's data about a replica when a request comes."""
+    """A replica's state at the arrival of a request."""
 
-    num_found: int  # pieces of the request that it was sent before
-    num_ongoing: int  # requests that this router sent it, and that go on
+    num_found: int  # leading pieces of the request sent before
+    num_ongoing: int  # unfinished requests of this router
     free_blocks: int  # in the replica's last report
-    places: int  # texts that it runs at one time
+    places: int  # maximum running sequences
 
 
 def order(standings: Mapping[str, Standing]) -> list[str]:
-    """Return replicas, the best one first.
+    """Return the replicas in order of preference.
 
-    First come replicas with a free place; a full replica would delay the request while
-    others idle. Then come replicas with more of the request's beginning, then replicas
-    with more free blocks.
-
+    Replicas with a free place come first, since a full replica would delay the request
+    while others idle; then longer matched prefixes, then more free blocks.
     Example:
       >>> order({
       ...     "full": Standing(9, num_ongoing=4, free_blocks=50, places=4),
@@ -54,10 +52,10 @@ def order(standings: Mapping[str, Standing]) -> list[str]:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests to where their beginnings are, else to where there is room."""
+    """Router by cached prefix, else by free blocks."""
 
     def initialize_state(self, *, max_pieces: int) -> None:
-        """Take how many pieces of text a replica is thought to hold."""
+        """Create an empty table of at most `max_pieces` pieces per replica."""
         self._table = PrefixTable(max_pieces)
         self._ongoing: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
@@ -67,7 +65,7 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return replicas, the best one first, each a rank of its own."""
+        """Return the best replica as the only candidate."""
         hashes = read_hashes(pending_request)
         replicas = {name_of(found.replica_id): found for found in candidate_replicas}
         standings = {
@@ -79,7 +77,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Note where a request went; its result is Ray's."""
+        """Record the replica of a request."""
         del result
         self._table.note(name_of(replica_id), read_hashes(pending_request))
         self._ongoing[name_of(replica_id)] += 1
@@ -87,17 +85,17 @@ class PrefixRouter(RequestRouter):
     def on_request_completed(
         self, replica_id: ReplicaID, internal_request_id: str
     ) -> None:
-        """Note that a request has ended; its number is Ray's."""
+        """Record the end of a request."""
         del internal_request_id
         self._ongoing[name_of(replica_id)] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the running replicas, and forget the others."""
+        """Update the running replicas, and remove the others from the table."""
         super().update_replicas(replicas)
         self._keep_running()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica at once."""
+        """Remove a dead replica immediately."""
         super().on_replica_actor_died(replica_id)
         self._keep_running()
 
@@ -111,28 +109,28 @@ class PrefixRouter(RequestRouter):
     def _judge(
         self, name: str, replica: RunningReplica, hashes: Sequence[bytes]
     ) -> Standing:
-        """Collect the data about a replica for a request."""
-        said = replica.routing_stats
-        version = said.get("version", 0)
-        # New weights: the replica has forgotten its cached blocks.
+        """Return a replica's state for a request."""
+        stats = replica.routing_stats
+        version = stats.get("version", 0)
+        # New weights invalidate the replica's cached blocks.
         if self._versions.setdefault(name, version) != version:
             self._versions[name] = version
             self._table.forget(name)
         return Standing(
             self._table.count(name, hashes),
             self._ongoing[name],
-            said.get("free_blocks", 0),
-            said.get("places", 1),
+            stats.get("free_blocks", 0),
+            stats.get("places", 1),
         )
 
 
 def name_of(replica_id: ReplicaID) -> str:
-    """Return a replica's name, one in the application."""
+    """Return a replica's name, unique in the application."""
     return str(replica_id.unique_id)
 
 
 def read_hashes(request: PendingRequest | None) -> tuple[bytes, ...]:
-    """Return the hashes that a request brings; other calls have none."""
+    """Return a request's hashes; empty for other calls."""
     for found in request.args if request is not None else ():
         if isinstance(found, Forwarded):
             return found.hashes

@@ -1,14 +1,14 @@
-"""Monte Carlo tree search with texts as nodes, for B puzzles in one loop.
+"""Monte Carlo tree search with sequences as nodes, for B puzzles in one loop.
 
-A simulation adds one node to each tree. It selects an action, branches off the text of
-its node, and extends the branch by the action's token, all B in one call of the model.
-The node's value is that of the line after a greedy completion by the model: a short
-rollout, rolled back afterwards. The puzzle's rule is exact, so no value has to be
-learnt. The likelihood of an unfinished line would be no value: it is unrelated to the
-column that the line must end in.
+Each simulation adds one node to each tree: it selects an action, forks the sequence of
+the node, and appends the action's token, in one call of the model for all B. The value
+of a node is that of the line after greedy completion, a short rollout that is rolled
+back afterwards. The puzzle's rule is exact, so no value function is learned. The
+probability of a partial line is not used as a value, since it is unrelated to the
+target column.
 
-A node needs its text as long as it may get a child. One that has tried all its actions
-gives it up, and so does one that nothing can follow.
+A node keeps its sequence while it may get children. The sequence is freed when all
+actions have been tried, or if there are none.
 
 Symbols: `B` puzzles, `A` actions of a node, `V` tokens in the vocabulary.
 """
@@ -21,42 +21,42 @@ import jax.numpy as jnp
 from .puzzle import Choices, Line, Puzzle
 from .tree import ROOT, Tree, back_up, hang, init_tree, is_exhausted, put, select
 
-NO_TEXT = -1
+NO_SEQUENCE = -1
 
 
-class Texts(Protocol):
-    """Storage of texts: a pytree with methods that return it anew.
+class Sequences(Protocol):
+    """Storage of sequences: a pytree whose methods return an updated copy.
 
-    A text is a number; for NO_TEXT nothing is done. `paged_texts.py` has the one that
-    this example uses.
+    Sequences are numbered; NO_SEQUENCE is padding. `paged_sequences.py` has the
+    implementation.
     """
 
     def branch(self, seq_ids: jax.Array) -> tuple[Self, jax.Array]:
-        """Copy texts, i32[B]; return the copies' numbers, i32[B]."""
+        """Copy sequences, i32[B]; return the ids of the copies, i32[B]."""
 
     def extend(
         self, model: Any, params: Any, seq_ids: jax.Array, tokens: jax.Array
     ) -> tuple[Self, jax.Array]:
-        """Append a token, i32[B], to each text; return logits after it, f32[B, V]."""
+        """Append a token, i32[B], to each sequence; return next logits, f32[B, V]."""
 
     def cut(self, seq_ids: jax.Array, counts: jax.Array) -> Self:
-        """Take the newest tokens, i32[B], back from each text."""
+        """Truncate the last `counts` tokens, i32[B], of each sequence."""
 
     def drop(self, seq_ids: jax.Array) -> Self:
-        """Give texts up."""
+        """Free sequences."""
 
 
 class Settings(NamedTuple):
-    """How far to search. Hashable, for `jax.jit` to take as static."""
+    """Sizes of a search. Hashable, for static arguments of `jax.jit`."""
 
-    num_simulations: int = 64  # nodes of a tree, beside its root
+    num_simulations: int = 64  # per tree; each adds a node
     num_choices: int = 8  # A
-    max_tokens: int = 24  # of a line
-    exploration: float = 1.25  # weight of the bonus in PUCT
+    max_tokens: int = 24  # per line
+    exploration: float = 1.25  # weight of PUCT's bonus
 
 
 class Writer(NamedTuple):
-    """A model with its weights, and the puzzles that restrict its text."""
+    """A model with parameters, and the puzzles that constrain it."""
 
     model: Any
     params: Any
@@ -64,36 +64,36 @@ class Writer(NamedTuple):
     settings: Settings
 
     def write(
-        self, texts: Texts, seq_ids: jax.Array, tokens: jax.Array, line: Line
-    ) -> tuple[Texts, Choices, Line]:
-        """Extend texts by a token, and update their lines.
+        self, sequences: Sequences, seq_ids: jax.Array, tokens: jax.Array, line: Line
+    ) -> tuple[Sequences, Choices, Line]:
+        """Append a token to each sequence, and complete the lines greedily.
 
         Args:
-          texts: where they are.
-          seq_ids: i32[B], the texts, before the tokens.
+          sequences: storage of the sequences.
+          seq_ids: i32[B], sequences without the tokens.
           tokens: i32[B].
-          line: the lines, with the tokens.
+          line: lines with the tokens.
 
         Returns:
-          The texts with the tokens, their next choices, and the lines at their ends.
+          The sequences with the tokens, their next candidates, and the completed lines.
         """
 
         def goes_on(carry):
             return ~carry[-1].is_over.all()
 
         def step(carry):
-            texts, first, tokens, count, line = carry
+            sequences, first, tokens, count, line = carry
             going = ~line.is_over
-            now = jnp.where(going, seq_ids, NO_TEXT)
-            texts, logits = texts.extend(self.model, self.params, now, tokens)
+            now = jnp.where(going, seq_ids, NO_SEQUENCE)
+            sequences, logits = sequences.extend(self.model, self.params, now, tokens)
             count += going.astype(jnp.int32)
             choices = self.puzzle.choose(logits, line, self.settings.num_choices)
-            # Later ones follow the tokens of the rollout.
+            # Later candidates follow tokens of the rollout.
             is_first = (going & (count == 1))[:, None]
             first = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), choices, first)
             tokens, logprobs = choices.best
             return (
-                texts,
+                sequences,
                 first,
                 tokens,
                 count,
@@ -102,28 +102,28 @@ class Writer(NamedTuple):
 
         count = jnp.zeros_like(tokens)
         carry = (
-            texts,
+            sequences,
             Choices.none(len(tokens), self.settings.num_choices),
             tokens,
             count,
             line,
         )
-        texts, first, _, count, line = jax.lax.while_loop(goes_on, step, carry)
-        return texts.cut(seq_ids, jnp.maximum(count - 1, 0)), first, line
+        sequences, first, _, count, line = jax.lax.while_loop(goes_on, step, carry)
+        return sequences.cut(seq_ids, jnp.maximum(count - 1, 0)), first, line
 
 
 class Found(NamedTuple):
-    """The best line of each puzzle, and when one was found.
+    """Best line of each puzzle.
 
-    Simulations count from 1, and the first one writes the greedy line.
+    Simulations count from 1; the first one generates the greedy line.
     """
 
     lines: Line
     values: jax.Array  # f32[B]
-    first: jax.Array  # i32[B], the simulation that first had a value, 0 for none
+    first: jax.Array  # i32[B], first simulation with a value > 0; 0 for none
 
     def take(self, lines: Line, values: jax.Array, number: jax.Array) -> "Found":
-        """Take the lines of a simulation where they are better."""
+        """Replace lines by better ones of a simulation."""
         better = values > self.values
 
         def choose(new, old):
@@ -138,26 +138,26 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Carry of the loop."""
+    """Loop carry."""
 
     tree: Tree
-    texts: Texts
+    sequences: Sequences
     found: Found
 
 
 def search(
-    writer: Writer, texts: Texts, seq_ids: jax.Array, logits: jax.Array
+    writer: Writer, sequences: Sequences, seq_ids: jax.Array, logits: jax.Array
 ) -> Search:
-    """Search a line for each puzzle.
+    """Search for a line of each puzzle.
 
     Args:
-      writer: the model, and the sizes of the search.
-      texts: where the texts are.
-      seq_ids: i32[B], the texts that the lines continue. They are given up.
-      logits: f32[B, V], after those texts.
+      writer: the model and the sizes of the search.
+      sequences: storage of the sequences.
+      seq_ids: i32[B], the sequences to continue; they are freed.
+      logits: f32[B, V], next logits of these sequences.
 
     Returns:
-      The trees, the texts after the search is freed, and the best lines.
+      The trees, the storage without the search's sequences, and the best lines.
     """
     settings = writer.settings
     line = writer.puzzle.begin(settings.max_tokens)
@@ -170,14 +170,14 @@ def search(
         1,
         settings.num_simulations + 1,
         lambda number, now: run_simulation(writer, now, number),
-        Search(tree, texts, found),
+        Search(tree, sequences, found),
     )
-    return end._replace(texts=end.texts.drop(end.tree.seq_ids.reshape(-1)))
+    return end._replace(sequences=end.sequences.drop(end.tree.seq_ids.reshape(-1)))
 
 
 def run_simulation(writer: Writer, now: Search, number: jax.Array) -> Search:
-    """Add a node to each tree, or reach one again that nothing can follow."""
-    tree, texts, found = now
+    """Add a node to each tree, or visit a terminal node again."""
+    tree, sequences, found = now
     rows, parents, actions = place = (
         tree.rows,
         *select(tree, writer.settings.exploration),
@@ -186,28 +186,28 @@ def run_simulation(writer: Writer, now: Search, number: jax.Array) -> Search:
     is_new = old == tree.num_nodes
     nodes = jnp.where(is_new, number, old)
 
-    # Expansion. A line that is over needs no text.
+    # Expansion. A finished line needs no sequence.
     tokens, logprobs = (array[place] for array in tree.choices)
     above = jax.tree.map(lambda array: array[rows, parents], tree.lines)
     line = writer.puzzle.advance(above, tokens, logprobs)
     line = line._replace(is_over=line.is_over | ~is_new)
-    past = jnp.where(line.is_over, NO_TEXT, tree.seq_ids[rows, parents])
-    texts, seq_ids = texts.branch(past)
+    past = jnp.where(line.is_over, NO_SEQUENCE, tree.seq_ids[rows, parents])
+    sequences, seq_ids = sequences.branch(past)
 
     # Evaluation.
-    texts, choices, end = writer.write(texts, seq_ids, tokens, line)
+    sequences, choices, end = writer.write(sequences, seq_ids, tokens, line)
     values = writer.puzzle.judge(end)
     tree = put(tree, nodes, choices=choices, lines=line, seq_ids=seq_ids)
     tree = back_up(hang(tree, nodes, place), nodes, values)
     for reached in (nodes, parents):
-        tree, texts = prune(tree, texts, reached)
-    return Search(tree, texts, found.take(end, values, number))
+        tree, sequences = prune(tree, sequences, reached)
+    return Search(tree, sequences, found.take(end, values, number))
 
 
-def prune(tree: Tree, texts: Texts, nodes: jax.Array) -> tuple[Tree, Texts]:
-    """Give up the texts of nodes, i32[B], that get no more children."""
+def prune(tree: Tree, sequences: Sequences, nodes: jax.Array) -> tuple[Tree, Sequences]:
+    """Free the sequences of nodes, i32[B], that get no more children."""
     seq_ids = tree.seq_ids[tree.rows, nodes]
     done = is_exhausted(tree, nodes)
-    left = tree.seq_ids.at[tree.rows, nodes].set(jnp.where(done, NO_TEXT, seq_ids))
-    texts = texts.drop(jnp.where(done, seq_ids, NO_TEXT))
-    return tree._replace(seq_ids=left), texts
+    left = tree.seq_ids.at[tree.rows, nodes].set(jnp.where(done, NO_SEQUENCE, seq_ids))
+    sequences = sequences.drop(jnp.where(done, seq_ids, NO_SEQUENCE))
+    return tree._replace(seq_ids=left), sequences

@@ -1,4 +1,4 @@
-"""Progress for people: compilation, a batch's progress, speed, the pool's map."""
+"""Progress on the terminal: compilation, a batch's progress, speed, the block pool."""
 
 import time
 from types import TracebackType
@@ -10,12 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from jkv.serving import Engine
 
-# Drawing the map waits for the device.
+# Drawing the pool waits for the device.
 SECONDS_A_FRAME = 0.5
 
 
 def warm_up(engine: Engine) -> int:
-    """Compile an engine's programs, with a bar on standard error; return how many."""
+    """Compile an engine's programs with a progress bar; return their number."""
     columns = "compiling {task.description}", BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
@@ -28,7 +28,7 @@ def warm_up(engine: Engine) -> int:
 
 
 class Display:
-    """A live picture on standard error; where that is no terminal there is none."""
+    """Live progress display on standard error; off if that is not a terminal."""
 
     def __init__(self, engine: Engine, total: int):
         console = Console(stderr=True)
@@ -55,17 +55,17 @@ class Display:
             self._live.stop()
 
     def update(self, num_done: int) -> None:
-        """Draw anew, unless it was done a moment ago."""
+        """Redraw, at most once per `SECONDS_A_FRAME`."""
         now = time.monotonic()
         if not self._is_shown or now - self._drawn < SECONDS_A_FRAME:
             return
         self._drawn = now
         self._bar.update(self._task, completed=num_done)
         stats = self._engine.stats()
-        said = (
+        caption = (
             f"{stats.tokens_per_second:.0f} tokens/s, {stats.running} run, "
             f"{stats.waiting} wait, {stats.preemptions} preempted so far, "
             f"{stats.hit_rate:.0%} of prompts found"
         )
         cells = draw_overview(self._engine.cache)
-        self._live.update(Group(self._bar, as_text(cells, said)), refresh=True)
+        self._live.update(Group(self._bar, as_text(cells, caption)), refresh=True)

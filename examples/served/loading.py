@@ -1,4 +1,4 @@
-"""A checkpoint becomes an engine that takes and gives texts."""
+"""Load a checkpoint and create its engine."""
 
 import argparse
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pretrained
 from generating.arguments import add_stored_dtypes
+from pretrained.drafters import load_drafter
 from tokenizers import Tokenizer
 
 import jkv
@@ -25,46 +26,47 @@ from .processors.variants import Held, Processors
 from .replying.scoring import Scorer, make_scorer
 from .replying.spelling import Spelling
 
-MOST_STOP_TOKENS = 8  # of a request, beside the model's own
-ROOM_SECONDS = 60.0  # in which a request's grammar is compiled, and has room
-MOST_CONTEXT = 4096  # where nobody says: the pool has room for it
-LONGER = 8  # contexts of a text that drops its oldest tokens
-SINKS = 4  # first tokens, which are never dropped
+MOST_STOP_TOKENS = 8  # per request, besides the model's own
+ROOM_SECONDS = 60.0  # to wait for a grammar's compilation and capacity
+MOST_CONTEXT = 4096  # the default; the pool's size depends on it
+LONGER = 8  # contexts per sequence with --roll
+OWN_LAYER = "mtp"  # instead of a drafter's folder
+SINKS = 4  # first tokens, never dropped
 
-# Of Hermes, Qwen and others.
+# As in Hermes, Qwen and others.
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
 
 BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
 
 
 class Served(NamedTuple):
-    """A model that is being served."""
+    """A served model."""
 
     engine: Engine
     tokenizer: Tokenizer
     folder: Path
-    context: int  # most tokens of a prompt and its answer
-    max_new_tokens: int | None = None  # of a text that does not say; None: as it may
-    sampling: Mapping[str, float] = {}  # fields of `jkv.Sampling` that nobody says
-    known_as: str | None = None  # the model's name; None is its folder's
-    begin_tokens: tuple[int, ...] = ()  # of a prompt that has none
-    scorer: Scorer | None = None  # tells log-probabilities of texts that are there
-    spelling: Spelling | None = None  # of single tokens
+    context: int  # maximum tokens of prompt and completion
+    max_new_tokens: int | None = None  # the default; None: to the context's end
+    sampling: Mapping[str, float] = {}  # default sampling parameters
+    known_as: str | None = None  # the model's name; None: its folder's
+    begin_tokens: tuple[int, ...] = ()  # for an empty prompt
+    scorer: Scorer | None = None  # log-probabilities of given sequences
+    spelling: Spelling | None = None  # bytes of single tokens
     stop_tokens: tuple[int, ...] = ()  # the model's own
-    max_waiting: int | None = None  # most sequences that wait; None is any number
-    longest_token: int = 1  # characters
-    processors: Processors | None = None  # the logits processors of texts
-    has_languages: bool = False  # True if requests may name a language
-    has_rules: bool = False  # whether requests can have rules of their own
-    vocabulary_size: int = 0  # tokens that the model knows
-    tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
-    store: jkv.BlockStore | None = None  # where cached blocks go
-    roll: jkv.Roll | None = None  # how a full context drops tokens
-    slots: int = 0  # of a full context
+    max_waiting: int | None = None  # sequences; None: no limit
+    longest_token: int = 1  # in characters
+    processors: Processors | None = None  # grammars and rules
+    has_languages: bool = False  # True if grammars are enabled
+    has_rules: bool = False  # True if per-request rules are enabled
+    vocabulary_size: int = 0  # number of tokens
+    tool_tags: tuple[str, str] = TOOL_TAGS  # before and after a tool call
+    store: jkv.BlockStore | None = None  # offloaded cache blocks
+    roll: jkv.Roll | None = None  # drops tokens of a full context
+    slots: int = 0  # per full context
 
     @property
     def keep_classes(self) -> int:
-        """Retention priorities of cached blocks."""
+        """Number of retention priorities of cached blocks."""
         return self.engine.cache.metadata.num_classes
 
     @property
@@ -73,10 +75,10 @@ class Served(NamedTuple):
         return self.known_as or self.folder.resolve().name
 
     def count_dropped(self, num_tokens: int) -> int:
-        """Return how many tokens a text of so many has dropped; its last has no slot.
+        """Return a sequence's number of dropped tokens; its last token has no slot.
 
         Args:
-            num_tokens: of the prompt and the answer.
+            num_tokens: length of prompt and completion.
         """
         if self.roll is None:
             return 0
@@ -88,15 +90,15 @@ class Served(NamedTuple):
         rules: Rules | None = None,
         seconds: float = ROOM_SECONDS,
     ) -> Held:
-        """Return the logits processors of a request, kept until they are released.
+        """Return the logits processors of a request, held until released.
 
         Args:
-            language: of the texts.
-            rules: of the request.
-            seconds: in which a grammar is compiled, and there is room.
+            language: the language of the completions.
+            rules: the rules of the request.
+            seconds: time limit for compiling the grammar and waiting for capacity.
 
         Raises:
-            Refused: if there is no such language, or no room in time.
+            Refused: if the language is invalid, or the time limit is exceeded.
         """
         if self.processors is None:
             return Held()
@@ -109,22 +111,22 @@ class Served(NamedTuple):
             self.processors.start()
 
     def end(self) -> None:
-        """End it."""
+        """Stop these processes, and save cached blocks to the store's folder."""
         if self.processors is not None:
             self.processors.close()
         storing.keep(self.store)
 
     @property
     def most_characters(self) -> int:
-        """Most characters of a text; one with more is refused without tokenizing it."""
+        """Maximum characters of a prompt; longer prompts are refused untokenized."""
         return self.context * self.longest_token
 
 
 def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> None:
-    """Add the options of all servers to a command line.
+    """Add the options that all servers share.
 
     Args:
-        parser: of the command line.
+        parser: the command line's parser.
         may_share: whether several processes may share the model.
     """
     add = parser.add_argument
@@ -133,28 +135,32 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
         default=BUNDLED,
         help="a Hugging Face folder or GGUF file",
     )
-    add("--max-running", type=int, default=16, help="texts at one time; %(default)s")
-    said = f"tokens of a text; the model's own, at most {MOST_CONTEXT}"
-    add("--context", type=int, help=said)
-    said = "of a text that does not say; the checkpoint's, else what the context leaves"
-    add("--max-new-tokens", type=int, help=said)
-    add("--served-model-name", help="what clients call the model; its folder's name")
+    add("--max-running", type=int, default=16, help="sequences at a time; %(default)s")
+    help_text = f"tokens per sequence; the model's limit, at most {MOST_CONTEXT}"
+    add("--context", type=int, help=help_text)
+    help_text = "default limit; the checkpoint's, else the rest of the context"
+    add("--max-new-tokens", type=int, help=help_text)
+    add("--served-model-name", help="model name for clients; its folder's name")
     add_stored_dtypes(parser)
-    said = "a full context drops N of its oldest tokens, so that a text may have"
-    add("--roll", type=int, metavar="N", help=f"{said} {LONGER} contexts")
-    add("--blocks", type=int, help="of the pool; else what all running can need")
-    add("--rows", type=int, help="of every step: less to compile; else few and many")
-    add("--scan-layers", action="store_true", help="compile faster, compute slower")
+    help_text = "drop the N oldest tokens of a full context; a sequence may have"
+    add("--roll", type=int, metavar="N", help=f"{help_text} {LONGER} contexts")
+    help_text = (
+        f"a folder for speculative decoding; {OWN_LAYER!r} is the model's MTP layer"
+    )
+    add("--drafter", metavar="FOLDER", help=help_text)
+    add("--blocks", type=int, help="of the pool; default: enough for all sequences")
+    add("--rows", type=int, help="per step, one shape; default: two shapes")
+    add("--scan-layers", action="store_true", help="compile faster, run slower")
     storing.add_options(parser)
     if may_share:
         processes.add_options(parser)
 
 
 def read_share(text: str) -> tuple[str, float]:
-    """Read a client's share from the command line, NAME=NUMBER.
+    """Parse a client's share, NAME=NUMBER.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for any other string.
     """
     name, _, number = text.rpartition("=")
     try:
@@ -167,14 +173,14 @@ def read_share(text: str) -> tuple[str, float]:
 
 
 def read_model(options: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Read the model that the command line names.
+    """Load the model of the command line.
 
     Returns:
-        The model, its weights, and the mesh on which they lie, None without one.
+        The model, its parameters, and their mesh or None.
 
     Raises:
-        OSError: when a file cannot be read.
-        ValueError: when it is no checkpoint.
+        OSError: if a file cannot be read.
+        ValueError: if the file or folder is not a checkpoint.
     """
     mesh = processes.find_mesh(options)
     model, params = pretrained.load(
@@ -195,19 +201,19 @@ def load(
     tool_tags: tuple[str, str] = TOOL_TAGS,
     **changes: object,
 ) -> Served:
-    """Read a checkpoint, and make an engine of the command line's sizes.
+    """Load a checkpoint, and create an engine from command-line options.
 
     Args:
-        options: of `add_options`.
-        max_waiting: of `jkv.serving.Engine`.
-        max_grammars: languages that requests have at one time; 0 disables grammars.
-        max_rules: requests with rules of their own at one time; 0 for none.
-        tool_tags: the text before a call of a tool, and the text behind it.
+        options: the parsed options of `add_options`.
+        max_waiting: as in `jkv.serving.Engine`.
+        max_grammars: grammars of running requests at a time; 0 disables grammars.
+        max_rules: requests with rules at a time; 0 disables rules.
+        tool_tags: the tags before and after a tool call.
         **changes: further arguments of `jkv.serving.Engine`.
 
     Raises:
-        OSError: when a file cannot be read.
-        ValueError: when a size cannot be.
+        OSError: if a file cannot be read.
+        ValueError: if a size is invalid.
     """
     model, params, mesh = read_model(options)
     tokenizer = pretrained.load_tokenizer(options.model)
@@ -249,9 +255,14 @@ def load(
     )
     store = storing.make_store(options)
     config = dataclasses.replace(config, keep_classes=options.keep_classes)
-    heads = None if mesh is None else "tp"
-    cache = jkv.init(config, mesh=mesh, heads=heads)
-    engine = Engine(model, params, cache, store=store, **(fields | changes))
+    heads, with_all, drafter = None if mesh is None else "tp", config, None
+    if options.drafter is not None:
+        own = None if options.drafter == OWN_LAYER else options.drafter
+        drafter = load_drafter(own, model, params, config, target=options.model)
+        with_all = jkv.with_drafter(config, drafter)
+    cache = jkv.init(with_all, mesh=mesh, heads=heads)
+    fields |= dict(store=store, speculate=drafter)
+    engine = Engine(model, params, cache, **(fields | changes))
     return Served(
         engine,
         tokenizer,
@@ -278,7 +289,7 @@ def load(
 
 
 def read_max_new_tokens(folder: str | Path) -> int | None:
-    """Return how long the checkpoint's texts are; None where it does not say."""
+    """Return the checkpoint's default `max_new_tokens`, or None."""
     path = pretrained.find_folder(folder) / "generation_config.json"
     settings = json.loads(path.read_text()) if path.is_file() else {}
     most = settings.get("max_new_tokens")
@@ -288,9 +299,9 @@ def read_max_new_tokens(folder: str | Path) -> int | None:
 def _find_begin_tokens(
     tokenizer: Tokenizer, stop_tokens: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the first tokens of a text that has nothing before it.
+    """Return the tokens that replace an empty prompt.
 
-    They are the tokenizer's own prefix; else the first end token, as in GPT-2.
+    These are the tokenizer's own prefix, else the first stop token, as in GPT-2.
     """
     before = tokenizer.encode("").ids
     return tuple(before) or stop_tokens[:1]

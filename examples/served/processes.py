@@ -1,9 +1,9 @@
-"""A server on several processes: the first answers clients, the others compute along.
+"""Serve one model from several processes: the first process answers clients.
 
     python examples/serve_http.py --processes 2 --devices 1
 
-starts them here, with simulated devices; `--coordinator` and `--process` are for a
-process on each host (`examples/multiprocess.py` says more).
+starts local processes with simulated devices. `--coordinator` and `--process` start one
+process per host (see `examples/multiprocess.py`).
 """
 
 import argparse
@@ -24,12 +24,12 @@ from jkv.serving import Engine, EngineError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of several processes to a command line."""
+    """Add the options for several processes."""
     add = parser.add_argument
-    said = "processes that share the model; %(default)s"
-    add("--processes", dest="num_processes", type=int, default=1, help=said)
-    said = "where processes tell what they do; a new folder"
-    add("--logs", dest="state", type=Path, help=said)
+    help_text = "number of processes that shard the model; %(default)s"
+    add("--processes", dest="num_processes", type=int, default=1, help=help_text)
+    help_text = "folder for their logs; default: a new folder"
+    add("--logs", dest="state", type=Path, help=help_text)
     add_membership(parser, devices=0)
 
 
@@ -38,13 +38,13 @@ def begin(
     options: argparse.Namespace,
     listen: Callable[[], socket] | None = None,
 ) -> None:
-    """Join the other processes; or start them, and end with them.
+    """Join the other processes, or start them and exit when they exit.
 
     Args:
-        parser: of the command line.
-        options: of it.
-        listen: opens the socket for clients of the first process. It stays open while
-            processes start again, so that clients wait instead of being refused.
+        parser: the command line's parser.
+        options: the parsed options.
+        listen: returns the socket of the first process. It stays open while processes
+            restart, so that clients wait instead of being refused.
     """
     if problem := find_wrong_membership(options):
         parser.error(problem)
@@ -58,27 +58,27 @@ def begin(
 
 
 def find_mesh(options: argparse.Namespace) -> jax.sharding.Mesh | None:
-    """Return the mesh of all processes; None on one process alone."""
+    """Return a mesh of the devices of all processes; None for a single process."""
     if getattr(options, "coordinator", None) is None:
         return None
     return make_mesh(jax.device_count())
 
 
 def is_follower() -> bool:
-    """Return whether another process answers clients."""
+    """Return True if another process answers clients."""
     return jax.process_index() > 0
 
 
 def follow(engine: Engine, read_weights: Callable[[], Any] | None = None) -> None:
-    """Compute along until the first process ends.
+    """Run the first process's steps until it exits.
 
     Args:
-        engine: of this process.
-        read_weights: reads this process's part of weights that are new.
+        engine: this process's engine.
+        read_weights: returns this process's shards of new parameters.
     """
     find = None if read_weights is None else lambda: (read_weights(), None)
     try:
         engine.follow(find_params=find)
     except EngineError as error:
-        # At once: the usual end of one of several processes would wait for the others.
+        # A normal exit of one of several processes would wait for the others.
         end_now(FAILED, f"error: {error}")

@@ -1,4 +1,4 @@
-"""A server reads its weights anew while it serves, when it gets the signal SIGUSR1."""
+"""Reload the weights of a running server on the signal SIGUSR1."""
 
 import argparse
 import signal
@@ -12,11 +12,11 @@ from . import storing
 from .loading import Served, read_model
 
 
-def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
-    """On SIGUSR1, read the weights of `--model` anew, in a thread of its own.
+def renew_on_signal(served: Served, options: argparse.Namespace) -> None:
+    """Install a handler for SIGUSR1 that reloads the weights of `--model` in a thread.
 
-    Requests that run go on with the new weights. Weights of another model are refused,
-    and the old ones stay.
+    Running requests continue with the new weights. If they do not fit the model, an
+    error is printed and the old weights stay.
     """
     one_at_a_time = threading.Lock()
 
@@ -25,8 +25,8 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
             with one_at_a_time:
                 version = renew(served, options)
         except (OSError, ValueError, EngineError) as error:
-            said = f"error: {error}; the weights are what they were"
-            print(said, file=sys.stderr, flush=True)
+            message = f"error: {error}; the weights are what they were"
+            print(message, file=sys.stderr, flush=True)
         else:
             print(f"the weights are of version {version}", flush=True)
 
@@ -37,11 +37,12 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
 
 
 def renew(served: Served, options: argparse.Namespace) -> int:
-    """Compute with the weights that are in the folder now; return their number.
+    """Load the folder's current weights into the engine; return their version.
 
     Raises:
-        OSError: when a file cannot be read.
-        ValueError: when it is no checkpoint, or another model's, or is being written.
+        OSError: if a file cannot be read.
+        ValueError: if the folder is not a checkpoint, is of another model, or changed
+            while it was read.
     """
     named = storing.name_weights(served.store, options.model)
     params = read_weights(options)
@@ -54,10 +55,10 @@ def renew(served: Served, options: argparse.Namespace) -> int:
 
 
 def read_weights(options: argparse.Namespace) -> Any:
-    """Read the weights that are in the folder now; each process has its own part.
+    """Return the current parameters of the folder, or this process's shards of them.
 
     Raises:
-        OSError: when a file cannot be read.
-        ValueError: when it is no checkpoint.
+        OSError: if a file cannot be read.
+        ValueError: if the folder is not a checkpoint.
     """
     return read_model(options)[1]

@@ -1,4 +1,4 @@
-"""Run a server until a signal ends it, or until its engine cannot go on."""
+"""Run a server until a signal or an engine failure ends it."""
 
 import argparse
 import os
@@ -13,11 +13,11 @@ from .api import make_app
 from .endpoints.connections import make_config
 from .loading import Served
 
-BACKLOG = 2048  # connections that wait to be accepted; the system may allow fewer
+BACKLOG = 2048  # pending connections; the system may allow fewer
 
 
 class Server(uvicorn.Server):
-    """Ends, too, when its engine cannot go on: clients would be refused for ever."""
+    """Server that also stops when its engine has failed."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine):
         super().__init__(config)
@@ -29,25 +29,25 @@ class Server(uvicorn.Server):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add where a server listens, and the key that clients need."""
+    """Add the options for the address and the API key."""
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0: from everywhere; %(default)s")
+    add("--host", default="127.0.0.1", help="0.0.0.0 for all interfaces; %(default)s")
     add("--port", type=int, default=8000, help="%(default)s")
     kept = os.environ.get("JKV_API_KEY")
-    said = "that clients need; JKV_API_KEY, which `ps` does not show"
-    add("--api-key", default=kept, help=said)
-    said = "of pages that may ask from a browser, such as https://a.org; *: all"
-    add("--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help=said)
+    help_text = "required from clients; JKV_API_KEY hides it from `ps`"
+    add("--api-key", default=kept, help=help_text)
+    help_text = "web pages that may send requests, such as https://a.org; * for all"
+    add("--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help=help_text)
     add("--listener", type=int, help=argparse.SUPPRESS)  # given by the launcher
 
 
 def run(served: Served, options: argparse.Namespace) -> None:
-    """Answer clients.
+    """Serve until the end.
 
     Args:
         served: the model.
-        options: of the command line: `host`, `port`, `api_key`, and `listener`, the
-            file descriptor of a socket that a launcher listens on.
+        options: `host`, `port`, `api_key`, and `listener`, the file descriptor of a
+            listening socket.
     """
     app = make_app(
         served, api_key=options.api_key, allowed_origins=options.allowed_origins
@@ -59,15 +59,15 @@ def run(served: Served, options: argparse.Namespace) -> None:
     else:
         server.run([socket.socket(fileno=options.listener)])
     if served.engine.has_failed:
-        # At once: the usual end of one of several processes would wait for the others.
+        # A normal exit of one of several processes would wait for the others.
         end_now(FAILED, "error: the engine cannot go on; above is why")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens for clients.
+    """Return a listening socket.
 
     Raises:
-        OSError: where that cannot be.
+        OSError: if the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -1,4 +1,4 @@
-"""Blocks that a server's pool has no room for, on the host and in a folder."""
+"""KV cache offloading to host memory and disk."""
 
 import argparse
 import concurrent.futures
@@ -10,23 +10,23 @@ from jkv.config import human_bytes, parse_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add where blocks go that the pool has no room for."""
+    """Add the options for offloading."""
     add = parser.add_argument
-    said = "of cached blocks on the host, such as 4GB; none"
-    add("--store", type=parse_bytes, metavar="BYTES", help=said)
-    said = "of cached blocks on disk, which the next start finds"
-    add("--store-folder", type=Path, metavar="FOLDER", help=said)
-    said = "that the folder may take; ten times --store"
-    add("--store-folder-bytes", type=parse_bytes, metavar="BYTES", help=said)
-    said = "of cached blocks, which requests name by cache_keep; %(default)s"
-    add("--keep-classes", type=int, default=1, metavar="N", help=said)
+    help_text = "offload cached blocks to the host, such as 4GB; off"
+    add("--store", type=parse_bytes, metavar="BYTES", help=help_text)
+    help_text = "offload cached blocks to disk, also for the next start"
+    add("--store-folder", type=Path, metavar="FOLDER", help=help_text)
+    help_text = "limit of the folder; ten times --store"
+    add("--store-folder-bytes", type=parse_bytes, metavar="BYTES", help=help_text)
+    help_text = "retention priorities, set by cache_keep; %(default)s"
+    add("--keep-classes", type=int, default=1, metavar="N", help=help_text)
 
 
 def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
-    """Return the store of the command line; None without one.
+    """Return the command line's block store, or None.
 
     Raises:
-        ValueError: for a folder of other weights.
+        ValueError: if the folder has blocks of other weights.
     """
     if options.store is None and options.store_folder is None:
         return None
@@ -42,16 +42,16 @@ def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
 
 
 def name_weights(store: jkv.BlockStore | None, model: str | Path) -> str | None:
-    """Return the version of a checkpoint for a store's folder; None without one."""
+    """Return the checkpoint's version for the store's folder; None without a folder."""
     has_folder = store is not None and store.has_folder
     return find_version(model) if has_folder else None
 
 
 def find_version(model: str | Path) -> str:
-    """Return a hash of a checkpoint: of its weights and configuration.
+    """Return a hash of a checkpoint's weights and configuration.
 
-    Files are read whole, at about a second for a gigabyte. The hash includes the
-    version of jkv, as its reading of a configuration may have been mended.
+    Files are read completely, in about one second per gigabyte. The hash includes jkv's
+    version, since a new version may read a configuration differently.
     """
     path = Path(model)
     paths = [path] if path.is_file() else sorted(path.iterdir())
@@ -72,7 +72,7 @@ def _hash_file(path: Path) -> str:
 
 
 def keep(store: jkv.BlockStore | None) -> None:
-    """Write the blocks in memory to the folder, as the server ends."""
+    """Write the blocks in host memory to the folder."""
     if store is not None and store.has_folder:
         print(f"{human_bytes(store.nbytes)} of blocks go to the folder", flush=True)
         store.save()

@@ -1,4 +1,4 @@
-"""The values that fields of a body may have: flags, numbers, lists of tokens."""
+"""Readers of field values: flags, numbers and lists of tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ from .mistakes import Refused
 
 
 def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return a field that is true or false.
+    """Return a boolean field.
 
     Raises:
-        Refused: for anything else.
+        Refused: if the value is not a boolean.
     """
     value = body.get(name)
     value = default if value is None else value
@@ -20,7 +20,7 @@ def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def is_tokens(value: Any) -> bool:
-    """True if this is a list of integers, one or more."""
+    """True if `value` is a non-empty list of integers."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -31,16 +31,16 @@ def is_tokens(value: Any) -> bool:
 
 
 def refuse_unknown(given: Mapping[str, Any], known: set[str], name: str) -> None:
-    """Refuse keys of an object that are not served, unless they are null.
+    """Refuse unsupported keys of an object, unless they are null.
 
     Raises:
-        Refused: with the key's name.
+        Refused: for an unsupported key.
     """
     for key, value in given.items():
         if key not in known and value is not None:
             key = f"{name}.{str(key)[:60]}"
             raise Refused(
-                f"{key} is not served; leave it out", name, code="unknown_parameter"
+                f"{key} is not supported; omit it", name, code="unknown_parameter"
             )
 
 
@@ -52,24 +52,24 @@ def read_number(
     low: float,
     high: float,
 ) -> Any:
-    """Return a field that is a number.
+    """Return a numeric field.
 
     Args:
         body: the fields.
-        name: of the field.
-        default: where it is missing or null.
+        name: name of the field.
+        default: for a missing or null field.
         kind: int or float.
-        low: the smallest that may be.
-        high: the largest.
+        low: the minimum.
+        high: the maximum.
 
     Raises:
-        Refused: for anything else.
+        Refused: if the value is not a number of that kind and range.
     """
     value = body.get(name)
     value = default if value is None else value
     kinds = (int, float) if kind is float else (int,)
     if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)  # JSON does not tell 1.0 from 1
+        value = int(value)  # JSON does not distinguish 1.0 and 1
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise Refused(f"{name} must be a number of type {kind.__name__}", name)
     if not low <= value <= high:

@@ -80,23 +80,23 @@ def make_loss(rollout: JkvRollout) -> Callable[..., tuple[jax.Array, dict[str, A
         gains = ratio * train_example.advantages[:, None]
         clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)
         least = jnp.minimum(gains, clipped * train_example.advantages[:, None])
-        told = {
+        metrics = {
             "pg_clipfrac": (mask & (least < gains)).sum() / mask.sum(),
             "log_ratio/abs_max": jnp.abs(log_ratio).max(),
             "is_ratio/min": jnp.min(ratio, where=mask, initial=jnp.inf),
             "is_ratio/max": jnp.max(ratio, where=mask, initial=0.0),
         }
         mode = algo_config.loss_agg_mode
-        return common.aggregate_loss(-least, mask, mode), told
+        return common.aggregate_loss(-least, mask, mode), metrics
 
     return loss
 
 
 def read_measures(cluster: Any) -> dict[str, list[float]]:
     """Return the loss's measures of each step of a run."""
-    told = cluster.actor_trainer.metrics_logger
+    metrics = cluster.actor_trainer.metrics_logger
     return {
-        name: told.get_metric_history("actor", name, "train").tolist()
+        name: metrics.get_metric_history("actor", name, "train").tolist()
         for name in MEASURES
     }
 

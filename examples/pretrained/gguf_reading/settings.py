@@ -1,7 +1,7 @@
-"""The config.json that a GGUF file's metadata amount to, for each architecture.
+"""Conversion of GGUF metadata into config.json, by architecture.
 
-The architecture gives the settings that the metadata lack: which layers have a window,
-and their rotation.
+Settings without metadata, such as the layers with sliding windows and their RoPE,
+follow from the architecture.
 """
 
 import math
@@ -16,17 +16,17 @@ from .stored import read_tensor
 
 
 class Kind(NamedTuple):
-    """An architecture of GGUF's: its class in transformers, and its own keys."""
+    """A GGUF architecture: its transformers class and its own settings."""
 
     class_name: str
     read: Callable[[GGUFile], dict[str, Any]] | None = None
-    says: Mapping[str, Any] = {}  # keys that no file of the architecture has
-    is_permuted: bool = False  # rows of queries and keys: neighbours are turned
-    norm_offset: float = 0.0  # added to norms when the file was written
+    extra: Mapping[str, Any] = {}  # settings that the metadata lack
+    is_permuted: bool = False  # True if RoPE rotates adjacent components
+    norm_offset: float = 0.0  # added to norm weights in the file
 
 
 def make_config(file: GGUFile) -> dict[str, Any]:
-    """Return the config.json of an equivalent model checkpoint."""
+    """Return the config.json of the equivalent checkpoint."""
     sizes, kind = describe_model(file), KINDS[file.model_type]
     head_dim = sizes["head_dim"]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -36,7 +36,7 @@ def make_config(file: GGUFile) -> dict[str, Any]:
         partial_rotary_factor=file.get("rope.dimension_count", head_dim) / head_dim,
         rms_norm_eps=file.need("attention.layer_norm_rms_epsilon"),
         rope_theta=file.get("rope.freq_base", 10_000.0),
-        # Of the tokens there are; the metadata may count others.
+        # The number of stored tokens; the metadata may differ.
         vocab_size=len(tokens) if tokens else file.need("vocab_size"),
         tie_word_embeddings="output.weight" not in file.tensors,
         eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
@@ -50,19 +50,19 @@ def make_config(file: GGUFile) -> dict[str, Any]:
     if scaling:
         config["rope_scaling"] = scaling
     read = kind.read(file) if kind.read else {}
-    return config | dict(kind.says) | {k: v for k, v in read.items() if v is not None}
+    return config | dict(kind.extra) | {k: v for k, v in read.items() if v is not None}
 
 
 def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
-    """Return how positions are scaled, None if they are not.
+    """Return the settings of RoPE scaling, or None.
 
-    A file may name a factor alone, or by an older key: it is linear then.
+    A factor without a type, or under the older key, means linear scaling.
     """
     scaling = file.get("rope.scaling.type", "linear")
     older = file.get("rope.scale_linear", 0.0)
     factor = file.get("rope.scaling.factor", older) or 1.0
     if (name := "rope_freqs.weight") in file.tensors:
-        # Llama 3's scaling, worked out: a factor a pair of components.
+        # Llama 3's scaling, precomputed as one factor per pair of components.
         over = factor if scaling == "linear" else 1.0
         each = [over * float(one) for one in np.ravel(read_tensor(file, name))]
         length = file.need("context_length")
@@ -91,13 +91,13 @@ def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
             if (more := _read_yarn_factor(file)) != 1.0:
                 found["attention_factor"] = more * (0.1 * math.log(factor) + 1.0)
     else:
-        raise ValueError(f"{file.paths[0]}: RoPE scaling {scaling!r} is not served")
+        raise ValueError(f"{file.paths[0]}: RoPE scaling {scaling!r} is not supported")
     given = {other: file.get(f"rope.scaling.{name}") for name, other in names.items()}
     return found | {name: value for name, value in given.items() if value is not None}
 
 
 def _read_yarn_factor(file: GGUFile) -> float:
-    """Return the multiplier of the scores' own factor, 0.1 ln(factor) + 1."""
+    """Return the multiplier of YaRN's attention factor, 0.1 ln(factor) + 1."""
     keys = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
     return math.prod(float(file.get(key, 1.0)) for key in keys)
 
@@ -111,7 +111,7 @@ def _read_gemma2(file: GGUFile) -> dict[str, Any]:
 
 def _read_gemma3(file: GGUFile) -> dict[str, Any]:
     ropes = _read_gemma(file, every=6)
-    # Only layers without a window are turned as the file says.
+    # The file's RoPE settings apply to full-attention layers only.
     full = dict(rope_theta=file.get("rope.freq_base", 1e6))
     ropes["rope_scaling"] = dict(
         full_attention=full | (_read_scaling(file) or dict(rope_type="default")),
@@ -123,16 +123,16 @@ def _read_gemma3(file: GGUFile) -> dict[str, Any]:
 
 
 def _read_gemma(file: GGUFile, every: int) -> dict[str, Any]:
-    """Read windows of all layers but one of so many, and the scale of scores."""
+    """Read the layer types (full attention in each `every`-th layer) and the scale."""
     layers, heads = file.need("block_count"), file.need("attention.head_count")
     head_dim = file.need("attention.key_length")
-    # The largest of each generation divides by a head's share of the hidden size.
+    # The largest model of each generation scales by hidden size / heads.
     is_largest = layers == {2: 46, 6: 62}[every]
     pattern = file.get("attention.sliding_window_pattern", every)
     if not isinstance(pattern, list):
         pattern = [bool((i + 1) % pattern) for i in range(layers)]
     if every == 6 and not file.get("attention.sliding_window"):
-        pattern = [False] * layers  # Gemma 3 without the key has no windows
+        pattern = [False] * layers  # without the key, Gemma 3 has no windows
     full, windowed = "full_attention", "sliding_attention"
     return dict(
         layer_types=[windowed if each else full for each in pattern],
@@ -143,7 +143,7 @@ def _read_gemma(file: GGUFile, every: int) -> dict[str, Any]:
 
 
 def _read_experts(file: GGUFile) -> dict[str, Any]:
-    """Read experts by the names that most settings have; all layers have some."""
+    """Read expert settings under their most common names."""
     return dict(
         num_local_experts=file.need("expert_count"),
         num_experts_per_tok=file.need("expert_used_count"),
@@ -212,19 +212,19 @@ def _read_phi3(file: GGUFile) -> dict[str, Any]:
 
 
 NO_WINDOW = dict(use_sliding_window=False)
-# By the model types of jkv's.
+# By jkv's model types.
 KINDS = {
     "llama": Kind("LlamaForCausalLM", is_permuted=True),
     "mixtral": Kind("MixtralForCausalLM", _read_experts, is_permuted=True),
-    "qwen2": Kind("Qwen2ForCausalLM", says=NO_WINDOW),
+    "qwen2": Kind("Qwen2ForCausalLM", extra=NO_WINDOW),
     "qwen2_moe": Kind("Qwen2MoeForCausalLM", _read_qwen2_moe),
-    "qwen3": Kind("Qwen3ForCausalLM", says=NO_WINDOW),
+    "qwen3": Kind("Qwen3ForCausalLM", extra=NO_WINDOW),
     "qwen3_moe": Kind("Qwen3MoeForCausalLM", _read_qwen3_moe),
     "gemma2": Kind("Gemma2ForCausalLM", _read_gemma2, norm_offset=1.0),
     "gemma3_text": Kind("Gemma3ForCausalLM", _read_gemma3, norm_offset=1.0),
     "phi3": Kind("Phi3ForCausalLM", _read_phi3),
     "olmo2": Kind("Olmo2ForCausalLM"),
-    "smollm3": Kind("SmolLM3ForCausalLM", says=NO_WINDOW, is_permuted=True),
+    "smollm3": Kind("SmolLM3ForCausalLM", extra=NO_WINDOW, is_permuted=True),
     "granite": Kind("GraniteForCausalLM", _read_granite, is_permuted=True),
     "ernie4_5": Kind("Ernie4_5ForCausalLM", _read_ernie),
     "ernie4_5_moe": Kind("Ernie4_5_MoeForCausalLM", _read_ernie_moe),

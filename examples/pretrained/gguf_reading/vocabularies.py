@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file's metadata describe, as a tokenizer.json.
+"""Conversion of a GGUF file's vocabulary into tokenizer.json.
 
-Two families: pieces of bytes, with merges in the file, and SentencePiece's pieces with
-bytes as the last resort, with merges that follow from the vocabulary. Keys missing from
-a file have llama.cpp's defaults (`src/llama-vocab.cpp` there).
+Two families are supported: byte-level BPE, with merges in the file, and SentencePiece
+with byte fallback, whose merges are derived from the vocabulary. Missing keys have
+llama.cpp's defaults (`src/llama-vocab.cpp` there).
 """
 
 import logging
@@ -24,9 +24,9 @@ from jkv.config import GGUFile
 
 logger = logging.getLogger("pretrained")
 
-# Of `tokenizer.ggml.token_type`.
+# Values of `tokenizer.ggml.token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-# Texts of tokens that end a text or a turn, regardless of their type in the file.
+# End tokens of a sequence or turn, whatever type the file gives them.
 ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
     *("<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>"),
@@ -39,7 +39,7 @@ ENDS = (
     ),
     "[e~[",
 )
-# Keys of ends, and possible texts of these in a file without the key.
+# Metadata keys of further end tokens, and the tokens to look for without the key.
 END_KEYS = {
     **dict.fromkeys(("eos_token_id", "eot_token_id", "eom_token_id"), ()),
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -48,7 +48,7 @@ END_KEYS = {
     ),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
-# Texts that end nothing where all of the others are there.
+# Tokens that are not end tokens if all of the others exist.
 NO_ENDS = (
     ("<|end|>", ("<|return|>", "<|call|>")),
     ("<|end|>", ("<|return|>", "<|calls|>")),
@@ -56,23 +56,22 @@ NO_ENDS = (
     ("<|end|>", ("<|flush|>", "<|calls|>")),
     ("</s>", ("<|tool_response>",)),
 )
-# Visible tokens between the parts of an answer, as gpt-oss writes them.
+# Visible tokens between the parts of an answer, as in gpt-oss.
 SHOWN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
-SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
+SPACE = "\u2581"  # a space in SentencePiece
 SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# How text is cut before pieces of bytes are merged, by `tokenizer.ggml.pre`. The
-# patterns come from the models' own tokenizer.json.
+# Splits before byte-level BPE, by `tokenizer.ggml.pre`. The patterns are from the
+# models' own tokenizer.json.
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_ENDINGS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN = rf"{_ENDINGS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-# These take a whole word that is a token, regardless of its merges, and begin with the
-# token that begins texts.
+# Ignore merges for words in the vocabulary, and add a BOS token.
 AS_LLAMA3 = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
     *("midm-2.0", "lfm2", "jina-v5-nano"),
@@ -82,7 +81,7 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2"), _QWEN),
     **dict.fromkeys(("megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN),
 }
-# These cut off every digit, then as GPT-2 does.
+# Split digits before GPT-2's pattern.
 DIGITS_APART = (
     *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
     *("minerva-7b", "mellum2"),
@@ -91,7 +90,7 @@ AS_GPT2 = (
     *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"),
     *("gigachat", "a.x-4.0", "mellum", "exaone4", *DIGITS_APART),
 )
-# One after the other, where a file does not say how, or says it by this name.
+# Applied in turn if the file names this pre-tokenizer or none.
 DEFAULT = "default"
 _DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -105,44 +104,50 @@ def make_tokenizer(file: GGUFile) -> Tokenizer:
     """Return the tokenizer of a file.
 
     Raises:
-        ValueError: for a family that is not served.
+        ValueError: if the tokenizer is not supported.
     """
-    said = _said(file)
-    family = said.get("model")
-    if family == "gpt2" and said.get("pre") is None:
+    settings = _read_settings(file)
+    family = settings.get("model")
+    if family == "gpt2" and settings.get("pre") is None:
         logger.warning(
             "%s does not say how texts are cut (tokenizer.ggml.pre): they are cut by "
             "llama.cpp's default, which may not be the model's; convert it anew",
             file.paths[0],
         )
-    if family == "gpt2" and said.get("pre") not in (*SPLITS, *AS_GPT2, DEFAULT, None):
+    if family == "gpt2" and settings.get("pre") not in (
+        *SPLITS,
+        *AS_GPT2,
+        DEFAULT,
+        None,
+    ):
         raise ValueError(
-            f"{file.paths[0]} cuts texts as {said['pre']!r} (tokenizer.ggml.pre), "
-            "which is not served: take the model's safetensors and tokenizer.json"
+            f"{file.paths[0]} has the pre-tokenizer {settings['pre']!r} "
+            "(tokenizer.ggml.pre), which is not supported; use the model's "
+            "safetensors and tokenizer.json"
         )
     if family == "gpt2":
-        tokenizer = _make_of_bytes(said)
+        tokenizer = _make_of_bytes(settings)
     elif family == "llama" and file.architecture.startswith("gemma"):
-        tokenizer = _make_gemmas(said)
+        tokenizer = _make_gemmas(settings)
     elif family == "llama":
-        tokenizer = _make_of_pieces(said)
+        tokenizer = _make_of_pieces(settings)
     else:
         raise ValueError(
-            f"{file.paths[0]} has a tokenizer of the family {family!r}; served are "
+            f"{file.paths[0]} has a tokenizer of type {family!r}; supported are "
             "'gpt2' (pieces of bytes) and 'llama' (SentencePiece)"
         )
-    _add_tokens(tokenizer, said)
-    _add_beginning(tokenizer, said)
+    _add_tokens(tokenizer, settings)
+    _add_beginning(tokenizer, settings)
     return tokenizer
 
 
 def make_settings(file: GGUFile) -> dict[str, Any]:
-    """Return tokenizer_config.json's contents: special tokens, the template."""
-    said = _said(file)
+    """Return tokenizer_config.json's contents: special tokens and chat template."""
+    settings = _read_settings(file)
     named = {
-        name: said["tokens"][said[key]]
+        name: settings["tokens"][settings[key]]
         for name, key in SPECIAL_TOKENS.items()
-        if said.get(key) is not None
+        if settings.get(key) is not None
     }
     key = "tokenizer.chat_template"
     templates = {
@@ -158,17 +163,17 @@ def make_settings(file: GGUFile) -> dict[str, Any]:
 
 
 def find_ends(file: GGUFile) -> list[int]:
-    """Return the tokens that end a text, or a turn of a chat, by which models stop."""
-    return sorted(_find_ends(_said(file)))
+    """Return the ids of the tokens that end a sequence or a turn."""
+    return sorted(_find_ends(_read_settings(file)))
 
 
-def _find_ends(said: Mapping[str, Any]) -> set[int]:
-    tokens = said["tokens"]
+def _find_ends(settings: Mapping[str, Any]) -> set[int]:
+    tokens = settings["tokens"]
     numbers = {token: number for number, token in enumerate(tokens)}
     found = {numbers[text] for text in ENDS if text in numbers}
     for key, texts in END_KEYS.items():
-        if said.get(key) is not None:
-            found.add(said[key])
+        if settings.get(key) is not None:
+            found.add(settings[key])
         else:
             found |= {numbers[text] for text in texts if text in numbers}
     for text, others in NO_ENDS:
@@ -177,12 +182,12 @@ def _find_ends(said: Mapping[str, Any]) -> set[int]:
     return found
 
 
-def _find_kinds(said: Mapping[str, Any]) -> list[int]:
-    """Return the actual types of all tokens, which a file may have wrong."""
-    tokens = said["tokens"]
-    kinds = list(said.get("token_type") or [NORMAL] * len(tokens))
+def _find_kinds(settings: Mapping[str, Any]) -> list[int]:
+    """Return the corrected types of all tokens, as files may have wrong ones."""
+    tokens = settings["tokens"]
+    kinds = list(settings.get("token_type") or [NORMAL] * len(tokens))
     numbers = {token: number for number, token in enumerate(tokens)}
-    for number in _find_ends(said):
+    for number in _find_ends(settings):
         kinds[number] = CONTROL
     shown = [text for text in SHOWN if text in numbers]
     if any({text, *others} <= numbers.keys() for text, others in NO_ENDS[:4]):
@@ -194,35 +199,39 @@ def _find_kinds(said: Mapping[str, Any]) -> list[int]:
     return kinds
 
 
-def _said(file: GGUFile) -> dict[str, Any]:
-    """Return a file's tokenizer metadata, with the defaults of its family."""
+def _read_settings(file: GGUFile) -> dict[str, Any]:
+    """Return the tokenizer's metadata with the defaults of its family."""
     prefix = "tokenizer.ggml."
-    said = {
+    settings = {
         name.removeprefix(prefix): value
         for name, value in file.metadata.items()
         if name.startswith(prefix)
     }
-    needed = ("model", "tokens", "merges" if said.get("model") == "gpt2" else "scores")
-    missing = [f"{prefix}{name}" for name in needed if name not in said]
+    needed = (
+        "model",
+        "tokens",
+        "merges" if settings.get("model") == "gpt2" else "scores",
+    )
+    missing = [f"{prefix}{name}" for name in needed if name not in settings]
     if missing:
         raise ValueError(f"{file.paths[0]} lacks the metadata {', '.join(missing)}")
-    said["tokens"] = [
-        token or f"[EMPTY_{number}]" for number, token in enumerate(said["tokens"])
+    settings["tokens"] = [
+        token or f"[EMPTY_{number}]" for number, token in enumerate(settings["tokens"])
     ]
-    _check_different(file, said["tokens"])
-    is_of_pieces = said["model"] == "llama"
+    _check_different(file, settings["tokens"])
+    is_of_pieces = settings["model"] == "llama"
     usual: dict[str, Any] = {
-        "add_bos_token": is_of_pieces or said.get("pre") in AS_LLAMA3,
+        "add_bos_token": is_of_pieces or settings.get("pre") in AS_LLAMA3,
         "add_eos_token": False,
         "name": str(file.metadata.get("general.name", "")).lower(),
     }
     if is_of_pieces:
         usual |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return usual | said
+    return usual | settings
 
 
 def _check_different(file: GGUFile, tokens: list[str]) -> None:
-    """Reject a vocabulary with two equal tokens: they would be ambiguous."""
+    """Raise a ValueError if two tokens are equal."""
     numbers: dict[str, int] = {}
     for number, token in enumerate(tokens):
         first = numbers.setdefault(token, number)
@@ -233,10 +242,10 @@ def _check_different(file: GGUFile, tokens: list[str]) -> None:
             )
 
 
-def _make_of_bytes(said: Mapping[str, Any]) -> Tokenizer:
-    vocabulary = {token: number for number, token in enumerate(said["tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in said["merges"]]
-    pre = said.get("pre")
+def _make_of_bytes(settings: Mapping[str, Any]) -> Tokenizer:
+    vocabulary = {token: number for number, token in enumerate(settings["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in settings["merges"]]
+    pre = settings.get("pre")
     model = models.BPE(vocabulary, merges, ignore_merges=pre in AS_LLAMA3)
     tokenizer = Tokenizer(model)
     splits = _DEFAULT_SPLITS if pre in (DEFAULT, None) else (SPLITS.get(pre),)
@@ -254,16 +263,16 @@ def _make_of_bytes(said: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _make_of_pieces(said: Mapping[str, Any]) -> Tokenizer:
-    tokens, scores = said["tokens"], said["scores"]
-    merges = said.get("merges")
+def _make_of_pieces(settings: Mapping[str, Any]) -> Tokenizer:
+    tokens, scores = settings["tokens"], settings["scores"]
+    merges = settings.get("merges")
     merges = (
         _find_merges(tokens, scores)
         if merges is None
         else [tuple(merge.split(" ", 1)) for merge in merges]
     )
-    has_prefix = bool(said.get("add_space_prefix", True))
-    tokenizer = Tokenizer(_make_pieces(said, tokens, merges))
+    has_prefix = bool(settings.get("add_space_prefix", True))
+    tokenizer = Tokenizer(_make_pieces(settings, tokens, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
         SPACE, prepend_scheme="first" if has_prefix else "never", split=False
     )
@@ -272,17 +281,17 @@ def _make_of_pieces(said: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _make_gemmas(said: Mapping[str, Any]) -> Tokenizer:
-    """Gemma's pieces are merged in the order of the vocabulary, not of its scores.
+def _make_gemmas(settings: Mapping[str, Any]) -> Tokenizer:
+    """Return Gemma's tokenizer, whose merges follow vocabulary order instead of scores.
 
-    Pieces of spaces alone stand in the file as spaces.
+    The file stores pieces of spaces as plain spaces.
     """
     tokens = [
         SPACE * len(token) if " " in token and not token.strip() else token
-        for token in said["tokens"]
+        for token in settings["tokens"]
     ]
     merges = _find_merges(tokens, range(0, -len(tokens), -1))
-    tokenizer = Tokenizer(_make_pieces(said, tokens, merges))
+    tokenizer = Tokenizer(_make_pieces(settings, tokens, merges))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence(_decode_pieces())
@@ -290,9 +299,9 @@ def _make_gemmas(said: Mapping[str, Any]) -> Tokenizer:
 
 
 def _make_pieces(
-    said: Mapping[str, Any], tokens: list[str], merges: list[tuple[str, str]]
+    settings: Mapping[str, Any], tokens: list[str], merges: list[tuple[str, str]]
 ) -> models.BPE:
-    unknown = said.get("unknown_token_id")
+    unknown = settings.get("unknown_token_id")
     return models.BPE(
         {token: number for number, token in enumerate(tokens)},
         merges,
@@ -307,7 +316,7 @@ def _decode_pieces() -> list[decoders.Decoder]:
 
 
 def _find_merges(tokens: list[str], scores: Any) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, the best tokens first."""
+    """Return all pairs of tokens that form a token, by descending score."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores, strict=True):
@@ -318,31 +327,34 @@ def _find_merges(tokens: list[str], scores: Any) -> list[tuple[str, str]]:
     return [pair for *_, pair in found]
 
 
-def _add_tokens(tokenizer: Tokenizer, said: Mapping[str, Any]) -> None:
-    """Add the tokens that are never cut: the model's own, and user-defined ones."""
-    kinds, known = _find_kinds(said), tokenizer.get_vocab(False)
-    # Phi 3 takes the white space behind most of them.
-    is_phi3 = any(name in said["name"] for name in ("phi-3", "phi3"))
-    keep_behind = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else said["tokens"]
+def _add_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Add the tokens that are never split: special and user-defined ones."""
+    kinds, known = _find_kinds(settings), tokenizer.get_vocab(False)
+    # In Phi 3, most of them strip the white space that follows.
+    is_phi3 = any(name in settings["name"] for name in ("phi-3", "phi3"))
+    keep_behind = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else settings["tokens"]
     control, defined = (
         [
             AddedToken(token, normalized=False, rstrip=token not in keep_behind)
-            for token, each in zip(said["tokens"], kinds, strict=True)
+            for token, each in zip(settings["tokens"], kinds, strict=True)
             if each in taken and token in known
         ]
         for taken in ((CONTROL, UNKNOWN), (USER_DEFINED,))
     )
-    # All at once: each call looks for all of them anew.
+    # One call for all tokens, since each call rebuilds the matcher.
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(defined)
 
 
-def _add_beginning(tokenizer: Tokenizer, said: Mapping[str, Any]) -> None:
-    """Begin and end every text with the tokens that the file asks for."""
+def _add_beginning(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Add BOS and EOS tokens to encoded text if the file requests them."""
     added = {
-        end: (said["tokens"][said[f"{end}_token_id"]], said[f"{end}_token_id"])
+        end: (
+            settings["tokens"][settings[f"{end}_token_id"]],
+            settings[f"{end}_token_id"],
+        )
         for end in ("bos", "eos")
-        if said[f"add_{end}_token"] and said.get(f"{end}_token_id") is not None
+        if settings[f"add_{end}_token"] and settings.get(f"{end}_token_id") is not None
     }
     if not added:
         return

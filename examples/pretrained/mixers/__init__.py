@@ -3,6 +3,7 @@
 `mixer.py` defines the interface of each; `MIXERS` names them.
 """
 
+from .convolved_heads import CONVOLVED_HEADS
 from .delta_layer import DELTA_RULE
 from .mamba2 import MAMBA2
 from .mixer import Mixer
@@ -12,6 +13,7 @@ __all__ = ["MIXERS", "Mixer"]
 
 # By the names that `DecoderConfig.mixers` has.
 MIXERS: dict[str, Mixer] = {
+    "convolved_heads": CONVOLVED_HEADS,
     "delta_rule": DELTA_RULE,
     "mamba2": MAMBA2,
     "short_convolution": SHORT_CONVOLUTION,

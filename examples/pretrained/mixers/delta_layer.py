@@ -1,4 +1,4 @@
-"""Layers with the gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear.
+"""Layers with the gated delta rule: Qwen3-Next, OLMo Hybrid, Kimi Linear, Ling 3.
 
 Queries, keys and values go through a short convolution each, and its newest inputs are
 a part of the state; a head's matrix is the other. Queries, keys and values have arrays
@@ -107,7 +107,7 @@ def list_tensors(config: DecoderConfig) -> dict[str, Source]:
     """Return where the parameters come from."""
     sizes, hidden = config.delta_rule, config.hidden_size
     keys, values = _count_channels(sizes)
-    rates = sizes.num_heads if sizes.gates is None else keys
+    rates = keys if sizes.forgets_by_channel else sizes.num_heads
     table = list_whole(
         delta_query=(keys, hidden),
         delta_key=(keys, hidden),
@@ -149,7 +149,10 @@ def _project(sizes: DeltaRule, weights: Weights, x: jax.Array) -> dict[str, jax.
     )
     rates = jnp.exp(weights["delta_rate"].astype(jnp.float32))[None, :, None]
     heads = shifted.reshape(x.shape[0], sizes.num_heads, -1)
-    inputs["decay"] = -rates * jax.nn.softplus(heads)
+    if sizes.least_decay is None:
+        inputs["decay"] = -rates * jax.nn.softplus(heads)
+    else:
+        inputs["decay"] = sizes.least_decay * jax.nn.sigmoid(rates * heads)
     strength = jax.nn.sigmoid(linear(x, weights, "delta_strength"))
     inputs["strength"] = strength * sizes.strength
     return {name: array.astype(jnp.float32) for name, array in inputs.items()}

@@ -23,4 +23,7 @@ class Mixer(NamedTuple):
     # config -> where its parameters come from, by names that begin alike.
     list_tensors: Callable[[DecoderConfig], dict[str, Source]]
     # (config, weights, x [R, E], fold) -> [R, E], and fold's second result.
-    apply: Callable[[DecoderConfig, Weights, jax.Array, Fold], tuple[jax.Array, Any]]
+    apply: Callable[[DecoderConfig, Weights, jax.Array, Fold], tuple[Any, Any]]
+    # Instead of [R, E] `apply` returns the rows that the layer attends with, by name:
+    # "query" [R, H * D], "key" and "value" [R, K * D].
+    feeds_attention: bool = False

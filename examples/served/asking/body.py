@@ -1,6 +1,6 @@
-"""Request options of a batch line or a client's body, in the API's words.
+"""Engine arguments of a request body: prompts, sampling, stop conditions and limits.
 
-Both become a `Request` of the engine; fields of a reply alone are in `showing.py`.
+Display options are in `showing.py`.
 """
 
 import random
@@ -22,55 +22,55 @@ from .tools import Tools, read_tools
 
 MOST_SAMPLES = 16
 MOST_STOPS = 32
-TOKENS_OF_TEXTS = 256  # of one that does not say; a chat may use the context
+TOKENS_OF_COMPLETIONS = 256  # the default; a chat may use the context
 MOST_SALT = MOST_NAME = 256  # characters
 MOST_SECONDS = 24 * 3600
 I32 = 2**31
 
 
 class ParsedBody(NamedTuple):
-    """Requests that one body makes, one for each prompt."""
+    """The requests of one body: one per prompt."""
 
     prompts: list[list[int]]  # token ids
-    request: Request  # shared by all prompts, without tokens and variant
+    request: Request  # shared options, without tokens and variant
     n: int
-    tools: Tools | None = None  # that a chat may call
-    language: Language | None = None  # of all texts
-    rules: Rules | None = None  # likewise
-    told: tuple[str, ...] = ()  # warnings for the client about the language
+    tools: Tools | None = None  # of a chat
+    language: Language | None = None  # for constrained decoding
+    rules: Rules | None = None  # biases, penalties and bans
+    warnings: tuple[str, ...] = ()  # for the client, about the language
 
     @property
     def has_calls(self) -> bool:
-        """True if a text may call tools."""
+        """True if completions may call tools."""
         return self.tools is not None and self.tools.language is not None
 
     @property
     def has_answer(self) -> bool:
-        """True if a text that calls none is an answer after a schema."""
+        """True if a completion without a call follows a schema."""
         return self.has_calls and self.language != self.tools.language
 
     def warn(self, served: Served) -> dict[str, list[str]]:
-        """Return warnings for the client; empty if there are none."""
-        told = [*self.told]
+        """Return the reply's field of warnings, or an empty dictionary."""
+        warnings = [*self.warnings]
         if self.has_calls and not pretrained.can_show_tools(served.folder):
-            told.append(
+            warnings.append(
                 f"the chat template of {served.name} does not show tools: the model "
                 "knows of them only what messages say, though its calls follow their "
                 "schemas"
             )
-        return {"warnings": told} if told else {}
+        return {"warnings": warnings} if warnings else {}
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> ParsedBody:
-    """Read the engine's arguments from a body.
+    """Parse the engine's arguments.
 
     Args:
         served: the model.
-        body: the JSON.
-        is_chat: whether "messages" are continued, not a "prompt".
+        body: the parsed JSON.
+        is_chat: whether the body has "messages" instead of a "prompt".
 
     Raises:
-        ValueError: for invalid options, in words for the client.
+        ValueError: for invalid options, with a message for the client.
     """
     if not isinstance(body, Mapping):
         raise Refused("the body must be an object")
@@ -107,20 +107,22 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> ParsedBody:
 def _read_most_tokens(
     served: Served, body: Mapping[str, Any], longest: int, *, is_chat: bool
 ) -> int:
-    """Return the largest number of tokens of a text; by request, all that fit."""
+    """Return `max_new_tokens`: requested, or the default, within the context."""
     names = [
         name
         for name in ("max_completion_tokens", "max_tokens")
         if body.get(name) is not None
     ]
     if len(names) > 1 and body[names[0]] != body[names[1]]:
-        raise Refused("give max_tokens or max_completion_tokens", names[0])
-    # The last token needs no room.
+        raise Refused(
+            "max_tokens and max_completion_tokens differ; send one of them", names[0]
+        )
+    # The last token needs no slot.
     room = served.context - longest + 1
     if not names:
-        usual = served.max_new_tokens or (room if is_chat else TOKENS_OF_TEXTS)
+        usual = served.max_new_tokens or (room if is_chat else TOKENS_OF_COMPLETIONS)
         return min(usual, room)
-    # A text that is shown again need not go on.
+    # With echo, zero new tokens are allowed.
     least = 0 if not is_chat and body.get("echo") is True else 1
     most: int = read_number(body, names[0], room, int, least, I32 - 1)
     if most > room:
@@ -134,18 +136,18 @@ def _read_most_tokens(
 
 
 def read_sampling(served: Served, body: Mapping[str, Any]) -> jkv.Sampling:
-    """Read the sampling parameters; the checkpoint gives the defaults."""
+    """Return the sampling parameters; the checkpoint has the defaults."""
     seed = body.get("seed")
     if seed is None:
         seed = random.getrandbits(31)
-    # The API's numbers are 64 bits wide, a seed of ours 32.
+    # The API's seeds have 64 bits, ours 32.
     seed = read_number({"seed": seed}, "seed", 0, int, -(2**63), 2**64)
     body = {**served.sampling} | {n: v for n, v in body.items() if v is not None}
     number = read_number
     return jkv.Sampling(
         temperature=number(body, "temperature", 1.0, float, 0, 100),
         top_p=number(body, "top_p", 1.0, float, 0, 1),
-        # Both numbers keep all: 0 in Hugging Face's words, -1 in vLLM's.
+        # Disabled: 0 in Hugging Face, -1 in vLLM.
         top_k=max(0, number(body, "top_k", 0, int, -1, I32 - 1)),
         min_p=number(body, "min_p", 0.0, float, 0, 1),
         repetition_penalty=number(body, "repetition_penalty", 1.0, float, 1e-6, 100),
@@ -159,21 +161,24 @@ def _read_stops(body: Mapping[str, Any]) -> list[str]:
         return []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise Refused("stop must be a text or a list of texts", "stop")
+        raise Refused("stop must be a string or a list of non-empty strings", "stop")
     if len(stops) > MOST_STOPS:
-        raise Refused(f"stop takes {MOST_STOPS} texts, got {len(stops)}", "stop")
+        raise Refused(
+            f"stop must have at most {MOST_STOPS} strings, got {len(stops)}", "stop"
+        )
     return stops
 
 
 def _read_stop_tokens(served: Served, body: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end a text: the model's own, and the given ones."""
+    """Return the stop tokens: the model's own and the request's."""
     given = body.get("stop_token_ids")
     given = [] if given is None else given
     if given != [] and not is_tokens(given):
         raise Refused("stop_token_ids must be a list of token ids", "stop_token_ids")
     if len(given) > MOST_STOP_TOKENS or not all(0 <= token < I32 for token in given):
         raise Refused(
-            f"stop_token_ids takes {MOST_STOP_TOKENS} ids of 0 or more",
+            f"stop_token_ids must have at most {MOST_STOP_TOKENS} ids, each from 0 to "
+            f"{I32 - 1}",
             "stop_token_ids",
         )
     own = () if read_flag(body, "ignore_eos", False) else served.stop_tokens
@@ -181,13 +186,13 @@ def _read_stop_tokens(served: Served, body: Mapping[str, Any]) -> list[int]:
 
 
 def _read_client(body: Mapping[str, Any]) -> str | None:
-    """Return the client's name: from the field's older name, or its newer one."""
+    """Return the client's name from `user` or its successor `safety_identifier`."""
     names = []
     for field in ("user", "safety_identifier"):
         name = body.get(field)
         if not isinstance(name, str | None) or len(name or "") > MOST_NAME:
             raise Refused(
-                f"{field} must be a text of up to {MOST_NAME} characters", field
+                f"{field} must be a string of at most {MOST_NAME} characters", field
             )
         names.append(name)
     return names[0] or names[1] or None
@@ -199,13 +204,13 @@ def _read_salt(body: Mapping[str, Any]) -> int | str:
         return 0
     if not isinstance(salt, str) or not 0 < len(salt) <= MOST_SALT:
         raise Refused(
-            f"cache_salt must be a text of 1 to {MOST_SALT} characters", "cache_salt"
+            f"cache_salt must be a string of 1 to {MOST_SALT} characters", "cache_salt"
         )
     return salt
 
 
 def _read_seconds(body: Mapping[str, Any], name: str) -> float | None:
-    """Return the seconds that a field allows; None for as many as it wants."""
+    """Return a number of seconds; None for no limit."""
     if body.get(name) is None:
         return None
     seconds: float = read_number(body, name, 0.0, float, 0.001, MOST_SECONDS)

@@ -1,4 +1,4 @@
-"""Structured output of a request: JSON, JSON of a schema, a pattern, a choice."""
+"""Structured output: JSON, JSON schemas, regular expressions and choices."""
 
 import contextlib
 import json
@@ -22,41 +22,41 @@ from jkv.grammar import (
 from ..mistakes import Refused
 from ..values import refuse_unknown
 
-# The fields that ask for one.
+# Fields that request structured output.
 FIELDS = {"response_format", "structured_outputs", "tools"}
 FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
 
-MOST_CHARACTERS = 2**16  # of a language's description
-MOST_BYTES = 2**26  # that its tables and its compiling take
-# Shares of these bytes for one of many tools, if all together take too much.
+MOST_CHARACTERS = 2**16  # of a schema or pattern
+MOST_BYTES = 2**26  # of a grammar's tables and their compilation
+# Fractions of MOST_BYTES per tool, tried if all tools together need too much.
 SHARES = (1, 4, 16, 64)
 
 
 class Compiled(NamedTuple):
-    """A language's grammar."""
+    """A compiled language."""
 
     grammar: Grammar
-    told: tuple[str, ...] = ()  # warnings for clients about it
+    warnings: tuple[str, ...] = ()  # for the client
 
 
 class Language(NamedTuple):
-    """A language for constrained decoding."""
+    """Language for constrained decoding."""
 
-    kind: str  # a key of `_COMPILERS`
-    text: str  # JSON of the description
-    param: str  # the field that asks for it
+    kind: str  # key of `_COMPILERS`
+    text: str  # schema, pattern or choices as JSON
+    param: str  # name of the requesting field
 
     def compile(self, vocabulary: Vocabulary) -> Compiled:
-        """Make its grammar.
+        """Compile the grammar.
 
         Raises:
-            Refused: if there is none, or it takes too much.
+            Refused: if the description is invalid or the grammar is too large.
         """
         make = _COMPILERS[self.kind]
         try:
             found = make(json.loads(self.text), vocabulary, max_bytes=MOST_BYTES)
             return found if isinstance(found, Compiled) else Compiled(found)
-        except Exception as error:  # a schema may be wrong in any way
+        except Exception as error:  # schemas fail in many ways
             words = str(error)
             if not isinstance(error, ValueError):
                 words = f"it cannot be read ({type(error).__name__}: {words})"
@@ -66,33 +66,35 @@ class Language(NamedTuple):
 def _compile_tools(
     described: Mapping[str, Any], vocabulary: Vocabulary, *, max_bytes: int
 ) -> Compiled:
-    """Make the grammar of calls.
+    """Compile the grammar of tool calls.
 
-    If no call is required, a tool with an unsupported schema does not refuse the
-    others, unless it is strict: its arguments are any JSON object.
+    If no call is required, tools with unsupported or too large schemas accept any JSON
+    object as arguments, unless they are strict.
     """
-    asked = {"vocabulary": vocabulary, "max_bytes": max_bytes, **described}
+    options = {"vocabulary": vocabulary, "max_bytes": max_bytes, **described}
     try:
-        return Compiled(from_tools(**asked))
+        return Compiled(from_tools(**options))
     except (Unsupported, TooLarge):
         if described["choice"] != "auto":
             raise
         for refused in _list_refused(described["tools"], max_bytes):
-            told = tuple(
+            warnings = tuple(
                 f"the arguments of the tool {name} are any JSON object: {why}"
                 for name, why in refused.items()
             )
             with contextlib.suppress(ValueError):
-                return Compiled(from_tools(**asked, free_arguments=[*refused]), told)
+                return Compiled(
+                    from_tools(**options, free_arguments=[*refused]), warnings
+                )
         raise
 
 
 def _list_refused(
     tools: Sequence[Mapping[str, Any]], max_bytes: int
 ) -> Iterator[Mapping[str, ValueError]]:
-    """Yield which tools may have free arguments instead: the fewest that help first.
+    """Yield sets of tools to exempt from their schemas, smallest sets first.
 
-    First the tools with unsupported schemas, then the largest ones, too.
+    The first set has the tools with unsupported schemas; later ones add the largest.
     """
     strict = {each["name"] for each in tools if each.get("strict")}
     known = frozenset[str]()
@@ -107,26 +109,26 @@ def _list_refused(
             yield refused
 
 
-_ASKED: dict[str, Any] = {  # by clients, in these words
+_KINDS: dict[str, Any] = {  # by names of the API
     "regex": from_regex,
     "choice": from_choices,
     "json": from_json_schema,
     "json_object": lambda _, *given, **bounds: from_json_object(*given, **bounds),
 }
-_COMPILERS = _ASKED | {"tools": _compile_tools}
+_COMPILERS = _KINDS | {"tools": _compile_tools}
 
 
 def read_language(
     body: Mapping[str, Any], calls: Language | None = None
 ) -> Language | None:
-    """Return the language that a body asks for; None for any text.
+    """Return the language that a body requests; None for unconstrained output.
 
     Args:
         body: the fields.
-        calls: the language of texts that call tools, if some may be called.
+        calls: the language of tool calls, if tools are enabled.
 
     Raises:
-        Refused: for an invalid description, and for two.
+        Refused: for an invalid description, or more than one language.
     """
     answer = _read_response_format(body.get("response_format"))
     if calls is not None and answer is not None:
@@ -143,14 +145,14 @@ def read_language(
     ]
     if len(found) > 1:
         names = " and ".join(language.param for language in found)
-        raise Refused(f"give one of {names}", found[1].param)
+        raise Refused(f"{names} exclude each other; send one of them", found[1].param)
     return found[0] if found else None
 
 
 def _join(calls: Language, answer: Language) -> Language:
-    """Return the language of texts that call tools, or are the answer.
+    """Return the language of completions that call tools or follow a schema.
 
-    Where tools must be called there is no answer yet.
+    If a call is required, the schema is ignored.
     """
     described = json.loads(calls.text)
     is_schema = answer.kind == "json"
@@ -193,17 +195,20 @@ def _read_structured_outputs(given: Any) -> Language | None:
         return None
     if not isinstance(given, Mapping):
         raise Refused(f"{name} must be an object", name)
-    asked = {key: value for key, value in given.items() if value not in (None, False)}
-    if len(asked) != 1:
-        raise Refused(f"{name} takes one of json, regex, choice, json_object", name)
-    ((kind, value),) = asked.items()
-    if kind not in _ASKED:
+    options = {key: value for key, value in given.items() if value not in (None, False)}
+    unknown = [key for key in options if key not in _KINDS]
+    if unknown:
         raise Refused(
-            f"{name}.{str(kind)[:60]} is not served; json, regex, choice and "
-            f"json_object are",
+            f"{name}.{str(unknown[0])[:60]} is not supported; use json, regex, choice "
+            f"or json_object",
             name,
             code="unsupported_parameter",
         )
+    if len(options) != 1:
+        raise Refused(
+            f"{name} must have exactly one of json, regex, choice, json_object", name
+        )
+    ((kind, value),) = options.items()
     return describe(kind, value, name)
 
 
@@ -217,9 +222,9 @@ def describe(kind: str, value: Any, param: str) -> Language:
     """Return a language.
 
     Args:
-        kind: kind of the description.
-        value: the description.
-        param: the field that asks for it.
+        kind: a key of `_COMPILERS`.
+        value: the schema, pattern, choices or tools.
+        param: the name of the requesting field.
 
     Raises:
         Refused: for a value of the wrong type, or one that is too long.
@@ -239,17 +244,18 @@ def describe(kind: str, value: Any, param: str) -> Language:
     }
     if not is_right[kind]:
         words = {
-            "regex": "a text",
-            "choice": "a list of texts, one at least",
+            "regex": "a string",
+            "choice": "a list of at least one string",
             "json": "a JSON schema, an object",
             "json_object": "true",
             "tools": "an object",
         }
         raise Refused(f"{param}: {kind} must be {words[kind]}", param)
-    # The order of keys is that of the texts.
+    # Keys keep their order: generated objects have the same.
     text = json.dumps(value)
     if len(text) > MOST_CHARACTERS:
         raise Refused(
-            f"{param} has {len(text)} characters, {MOST_CHARACTERS} are taken", param
+            f"{param} has {len(text)} characters, above the limit of {MOST_CHARACTERS}",
+            param,
         )
     return Language(kind, text, param)

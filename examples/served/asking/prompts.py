@@ -1,7 +1,7 @@
-"""The prompts of a body as token ids: a text, tokens, several of them, or a chat.
+"""Token ids of a body's prompts: strings, token lists, or a chat.
 
-Tokenizers take their time, and only `encode_batch` lets other threads run meanwhile. A
-text that cannot fit is refused by its length before.
+Tokenizing is slow; only `encode_batch` releases the GIL. Prompts that are too long for
+the context are refused by their number of characters, before tokenizing.
 """
 
 import itertools
@@ -17,20 +17,20 @@ from ..values import is_tokens, read_flag
 
 MOST_PROMPTS = 2048
 
-# Parts of a message that no template of texts can render. Other parts, such as
-# thoughts, are rendered if the template has them.
+# Message fields that text templates cannot render. Other fields, such as reasoning, are
+# rendered if the template supports them.
 NOT_OF_TEXTS = ("audio", "images", "videos", "function_call")
 
-# Parts of a message that are texts, and where each has its text.
+# Supported content parts, and the key of their text.
 PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
 PARTS |= {"refusal": "refusal"}
 
 
 def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
-    """Return the prompts: a text, tokens, or several of one kind; none is empty.
+    """Return the token ids of the prompts: strings or token lists, not mixed.
 
     Raises:
-        Refused: for anything else, and for a prompt that is too long.
+        Refused: for any other value, and for a prompt that is too long.
     """
     prompt = _list_prompts(body)
     if all(isinstance(text, str) for text in prompt):
@@ -39,8 +39,8 @@ def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
     for token in itertools.chain.from_iterable(prompt):
         if not 0 <= token < served.vocabulary_size:
             raise Refused(
-                f"the prompt has token {str(token)[:60]}; the model knows "
-                f"{served.vocabulary_size} token ids, integers of 0 or more",
+                f"the prompt has token {str(token)[:60]}; the model has "
+                f"{served.vocabulary_size} tokens, numbered from 0",
                 "prompt",
             )
     if served.begin_tokens:
@@ -49,7 +49,7 @@ def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
 
 
 def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
-    """Return the prompts as texts: as they came, or as their tokens read."""
+    """Return the prompts as strings; token lists are decoded."""
     prompt = _list_prompts(body)
     decode = served.tokenizer.decode
     return [
@@ -61,20 +61,19 @@ def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
 def read_chat(
     served: Served, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[list[int]]:
-    """Return the conversation, rendered by the checkpoint's own template.
+    """Return the token ids of a conversation, rendered by the checkpoint's template.
 
     Args:
         served: the model.
         body: the fields.
-        tools: that the template tells the model of.
+        tools: tools for the template.
 
     Raises:
-        Refused: for messages that are no texts, for a prompt that is too long, and if
-            the template refuses them.
+        Refused: for unsupported messages, too long prompts, or a template's error.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refused("messages must be a list of messages", "messages")
+        raise Refused("messages must be a list of at least one message", "messages")
     read = list(map(_read_message, messages))
     others = [tools, *(each.get("tool_calls", ()) for each in read)]
     written = sum(len(json.dumps(each)) for each in others if each)
@@ -84,7 +83,7 @@ def read_chat(
     try:
         text = pretrained.render_chat(served.folder, read, tools, variables)
     except ValueError as error:
-        # Where the model lies is not for clients.
+        # Do not show the model's path to clients.
         words = str(error).replace(str(served.folder), "the model")
         raise Refused(words, "messages") from error
     has_special = read_flag(body, "add_special_tokens", False)
@@ -92,24 +91,26 @@ def read_chat(
 
 
 def _list_prompts(body: Mapping[str, Any]) -> list[Any]:
-    """Return a list of texts, or one of lists of tokens."""
+    """Return a list of strings or a list of token lists."""
     prompt = body.get("prompt")
     if isinstance(prompt, str) or is_tokens(prompt) or prompt == []:
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise Refused(
-            "prompt must be a text, a list of token ids, or several", "prompt"
+            "prompt must be a string, a list of token ids, or a list of these", "prompt"
         )
     if len(prompt) > MOST_PROMPTS:
-        raise Refused(f"a request takes {MOST_PROMPTS} prompts at most", "prompt")
+        raise Refused(f"prompt must have at most {MOST_PROMPTS} prompts", "prompt")
     is_text = [isinstance(text, str) for text in prompt]
     if not all(is_text) and not all(each == [] or is_tokens(each) for each in prompt):
-        raise Refused("prompts must be texts, or lists of token ids", "prompt")
+        raise Refused(
+            "prompt must have only strings or only lists of integer token ids", "prompt"
+        )
     return prompt
 
 
 def _read_variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return further variables of the template, such as enable_thinking."""
+    """Return further template variables, such as enable_thinking."""
     name = "chat_template_kwargs"
     given = body.get(name)
     given = {} if given is None else given
@@ -117,33 +118,35 @@ def _read_variables(body: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(f"{name} must be an object", name)
     for variable in pretrained.OWN_VARIABLES:
         if variable in given:
-            raise Refused(f"{name} may not set {variable}, a template's own", name)
+            raise Refused(
+                f"{name} must not set {variable}, which the server sets", name
+            )
     effort = body.get("reasoning_effort")
     if not isinstance(effort, str | None):
-        raise Refused("reasoning_effort must be a text", "reasoning_effort")
+        raise Refused("reasoning_effort must be a string", "reasoning_effort")
     return {**({} if effort is None else {"reasoning_effort": effort}), **given}
 
 
 def _read_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Refused("a message is an object with role and content", "messages")
+        raise Refused("a message must be an object with role and content", "messages")
     for name in NOT_OF_TEXTS:
         if message.get(name):
             raise Refused(
-                f"{name!r} of a message is not served; leave it out", "messages"
+                f"{name!r} of a message is not supported; omit it", "messages"
             )
     for name in ("name", "tool_call_id"):
         if not isinstance(message.get(name), str | None):
-            raise Refused(f"the {name} of a message must be a text", "messages")
+            raise Refused(f"the {name} of a message must be a string", "messages")
     calls, content = message.get("tool_calls"), message.get("content")
     if not isinstance(calls, list | None) or not all(map(_is_call, calls or [])):
         raise Refused(
-            "the tool_calls of a message must be a list of calls, each with a function "
-            "that has a name, and arguments as a text",
+            "the tool_calls of a message must be a list of calls, each with a "
+            "function, its name and its arguments (a string, an object or null)",
             "messages",
         )
-    # Null is the content of an assistant that only called tools, thought or refused,
-    # and of a tool without a result.
+    # Content may be null for an assistant message with only calls or reasoning, and for
+    # a tool without a result.
     if content is None and message["role"] in ("tool", "function"):
         content = ""
     if content is not None or message["role"] != "assistant":
@@ -152,7 +155,7 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _is_call(call: Any) -> bool:
-    """True if this is a call of a tool; its arguments may be cut, or none."""
+    """True if `call` is a tool call; arguments may be truncated JSON or missing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return (
         isinstance(function, Mapping)
@@ -162,16 +165,18 @@ def _is_call(call: Any) -> bool:
 
 
 def _read_content(content: Any) -> str:
-    """Return the text of a message, which may come in parts."""
+    """Return the text of a message, a string or a list of parts."""
     if isinstance(content, list) and all(map(_is_part, content)):
         return "\n".join(part[PARTS[part.get("type", "text")]] for part in content)
     if not isinstance(content, str):
-        raise Refused("content must be a text, or parts of type text", "messages")
+        raise Refused(
+            "content must be a string or a list of parts of type text", "messages"
+        )
     return content
 
 
 def _is_part(part: Any) -> bool:
-    """True if this is a part of a message that is a text."""
+    """True if `part` is a text part."""
     if not isinstance(part, dict):
         return False
     name = PARTS.get(str(part.get("type", "text")))
@@ -181,7 +186,7 @@ def _is_part(part: Any) -> bool:
 def _encode(
     served: Served, name: str, texts: list[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Return the tokens of texts."""
+    """Return the token ids of strings."""
     for text in texts:
         _check_length(served, name, len(text))
     encoded = served.tokenizer.encode_batch(
@@ -191,7 +196,7 @@ def _encode(
 
 
 def _check_length(served: Served, name: str, count: int) -> None:
-    """Refuse a text that has more characters than a context of tokens can have."""
+    """Refuse strings with more characters than the context's tokens can have."""
     if count > served.most_characters:
         raise Refused(
             f"{name} has a text of {count} characters; the context is "

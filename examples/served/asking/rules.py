@@ -1,4 +1,4 @@
-"""Rules about a request's tokens by numbers: biases, penalties, bans and others."""
+"""Per-request token rules: biases, penalties, bans and minimum length."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from ..processors.rule_table import (
 )
 from ..values import is_tokens, read_number
 
-# Each field, and the values of it that ask for nothing.
+# Each field with its neutral value.
 FIELDS = {"logit_bias": {}, "min_tokens": 0, "bad_words": [], "allowed_token_ids": None}
 FIELDS |= {"presence_penalty": 0, "frequency_penalty": 0}
 
@@ -27,17 +27,18 @@ def read_rules(
     max_new_tokens: int,
     has_language: bool,
 ) -> Rules | None:
-    """Return the rules of a body; None where it has none.
+    """Return the rules of a body, or None.
 
     Args:
         served: the model.
         body: the fields.
-        stop_tokens: that end its texts.
-        max_new_tokens: of its texts.
-        has_language: whether they must be of one, which the model's own tokens end.
+        stop_tokens: stop tokens of the request.
+        max_new_tokens: limit of the request.
+        has_language: whether decoding is constrained; then the model's own stop tokens
+            end completions too.
 
     Raises:
-        Refused: for invalid rules, and if the server has no room for any.
+        Refused: for invalid rules, or if the server has rules disabled.
     """
     given = [
         name
@@ -48,7 +49,7 @@ def read_rules(
         return None
     if not served.has_rules:
         raise Refused(
-            f"{given[0]} is not served here: start the server with --rules",
+            f"{given[0]} is not enabled: start the server with --rules",
             given[0],
             code="unsupported_parameter",
         )
@@ -69,38 +70,42 @@ def _read_biases(served: Served, given: Any) -> dict[int, float]:
     given = {} if given is None else given
     if not isinstance(given, Mapping) or len(given) > MOST_BIASES:
         raise Refused(
-            f"{name} must be an object of {MOST_BIASES} token ids at most", name
+            f"{name} must be an object of at most {MOST_BIASES} token ids", name
         )
     found = {}
     for key, value in given.items():
         is_id = key.isascii() and key.isdigit() and len(key) < 10
         if not is_id or int(key) >= served.vocabulary_size:
-            raise Refused(f"{name}: {key[:60]!r} is no token id", name)
+            raise Refused(f"{name}: {key[:60]!r} is not a token id", name)
         value = read_number({name: value}, name, 0.0, float, -100, 100)
         found[int(key)] = value
     return found
 
 
 def _read_bad_words(served: Served, given: Any) -> list[list[int]]:
-    """Return the tokens of texts, at the beginning of a line and behind a space."""
+    """Return the token ids of each word, at a line's start and after a space."""
     name = "bad_words"
     given = [] if given is None else given
     is_texts = isinstance(given, list) and all(isinstance(w, str) for w in given)
     if not is_texts or len(given) > MOST_BAD_WORDS or not all(map(str.strip, given)):
         raise Refused(
-            f"{name} must be a list of {MOST_BAD_WORDS} texts at most, each with more "
-            f"than spaces in it",
+            f"{name} must be a list of at most {MOST_BAD_WORDS} strings, each with "
+            f"more than spaces in it",
             name,
         )
     if sum(map(len, given)) > served.most_characters:
-        raise Refused(f"{name} has too long texts", name)
+        raise Refused(
+            f"{name} has {sum(map(len, given))} characters in all, above the limit of "
+            f"{served.most_characters}",
+            name,
+        )
     spelled = [text for word in given for text in (word, " " + word.lstrip())]
     encoded = served.tokenizer.encode_batch(spelled, add_special_tokens=False)
     found = [encoding.ids for encoding in encoded if encoding.ids]
     if any(len(tokens) > MOST_TOKENS_OF_A_WORD for tokens in found):
         raise Refused(
-            f"{name}: a text has {max(map(len, found))} tokens, "
-            f"{MOST_TOKENS_OF_A_WORD} are taken",
+            f"{name}: a string has {max(map(len, found))} tokens, "
+            f"above the limit of {MOST_TOKENS_OF_A_WORD}",
             name,
         )
     return found
@@ -114,5 +119,5 @@ def _read_allowed(served: Served, given: Any) -> list[int] | None:
         raise Refused(f"{name} must be a list of 1 to {MOST_ALLOWED} token ids", name)
     wrong = [token for token in given if not 0 <= token < served.vocabulary_size]
     if wrong:
-        raise Refused(f"{name}: {str(wrong[0])[:60]} is no token id", name)
+        raise Refused(f"{name}: {str(wrong[0])[:60]} is not a token id", name)
     return given

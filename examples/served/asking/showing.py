@@ -1,4 +1,4 @@
-"""Request options of an API client, checked field by field, and display options."""
+"""Parsing of a request body: checked fields, engine arguments and display options."""
 
 import dataclasses
 import json
@@ -20,37 +20,37 @@ from .tools import read_tools
 class Shown(NamedTuple):
     """Display options of a reply."""
 
-    num_choices: int  # of each prompt
-    echoes: list[str] | None  # the text that each prompt's choices begin with
-    num_top: int | None  # alternatives with logprobs at each token; None for none
+    num_choices: int  # per prompt
+    echoes: list[str] | None  # prompts to repeat in the choices
+    num_top: int | None  # top logprobs per token; None: no logprobs
     is_streamed: bool
-    has_usage: bool = False  # at the end of a stream
-    has_running_usage: bool = False  # with every piece of it
+    has_usage: bool = False  # in the last event of a stream
+    has_running_usage: bool = False  # in every event
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """True if the tokens of the prompts are shown with their logprobs."""
+        """True if logprobs of prompt tokens are shown."""
         return self.echoes is not None and self.num_top is not None
 
 
 def read_request(
     served: Served, body: bytes, *, is_chat: bool
 ) -> tuple[ParsedBody, Shown]:
-    """Understand a client's body; see `read_fields`.
+    """Parse a client's body; see `read_fields`.
 
     Args:
         served: the model.
         body: JSON.
-        is_chat: whether "messages" are continued, not a "prompt".
+        is_chat: whether the body has "messages" instead of a "prompt".
     """
     return read_fields(served, read_json(body), is_chat=is_chat)
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:
-    """Return the object that a body is.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        Refused: where it is none.
+        Refused: for any other body.
     """
     try:
         fields = json.loads(body)
@@ -65,10 +65,10 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 def read_fields(
     served: Served, fields: Mapping[str, Any], *, is_chat: bool
 ) -> tuple[ParsedBody, Shown]:
-    """Understand the fields of a body.
+    """Parse the fields of a body into engine arguments and display options.
 
     Raises:
-        Refused: for invalid or unsupported fields, in words for the client.
+        Refused: for invalid or unsupported fields, with a message for the client.
         ValueError: likewise.
     """
     check_fields(fields, is_chat=is_chat)
@@ -80,7 +80,7 @@ def read_fields(
     language = read_language(fields, calls)
     if language is not None and not served.has_languages:
         raise Refused(
-            f"{language.param} is not served here: start the server with --grammars",
+            f"{language.param} is not enabled: start the server with --grammars",
             language.param,
             code="unsupported_parameter",
         )
@@ -96,7 +96,7 @@ def read_fields(
 
 
 def count_chat(served: Served, fields: Mapping[str, Any]) -> int:
-    """Return the tokens of a chat's prompt, which may be more than the context.
+    """Return the number of tokens of a chat's prompt; it may exceed the context.
 
     Raises:
         Refused: for invalid or unsupported fields.
@@ -109,10 +109,11 @@ def count_chat(served: Served, fields: Mapping[str, Any]) -> int:
 
 
 def check_model(served: Served, model: Any) -> None:
-    """Refuse the name of another model; none is the one that is served."""
+    """Refuse the name of another model; None is accepted."""
     if model is not None and model != served.name:
         raise Refused(
-            f"the model {str(model)[:60]!r} is not served here; {served.name!r} is",
+            f"the model {str(model)[:60]!r} does not exist; this server has "
+            f"{served.name!r}",
             "model",
             status=404,
             code="model_not_found",
@@ -129,8 +130,8 @@ def _read_shown(
         echoes = read_prompt_texts(served, body)
     if served.scorer is None and (num_top or (echoes and num_top is not None)):
         raise Refused(
-            "logprobs of other tokens, and of a prompt, are not served here: the model "
-            "keeps states, or runs on several processes",
+            "logprobs of other tokens and of prompts are not supported: the model "
+            "has recurrent states or runs in several processes",
             "logprobs",
             code="unsupported_parameter",
         )
@@ -139,13 +140,13 @@ def _read_shown(
 
 
 def _read_num_top(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """Return the number of alternatives at each place; None for no logprobs."""
+    """Return the number of top logprobs per token; None for no logprobs."""
     if is_chat:
         num_top: int = read_number(body, "top_logprobs", 0, int, 0, MOST_TOP)
         if read_flag(body, "logprobs", False):
             return num_top
         if num_top:
-            raise Refused("top_logprobs goes with logprobs", "top_logprobs")
+            raise Refused("top_logprobs requires logprobs", "top_logprobs")
         return None
     given = body.get("logprobs")
     if given is None or given is False:
@@ -156,20 +157,20 @@ def _read_num_top(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
 def _read_stream_options(
     body: Mapping[str, Any], *, is_streamed: bool
 ) -> tuple[bool, bool]:
-    """Return whether tokens are counted at the end of a stream, and in every piece."""
+    """Return flags: token counts in the last event of a stream, and in every event."""
     options = body.get("stream_options")
     if options is None:
         return False, False
     if not isinstance(options, Mapping) or (options and not is_streamed):
         raise Refused(
-            "stream_options is an object, and goes with stream", "stream_options"
+            "stream_options must be an object, and requires stream", "stream_options"
         )
     for name, value in options.items():
         is_served = name in ("include_usage", "continuous_usage_stats")
         is_nothing = value is None or value is False
         if not is_served and not is_nothing:
             name = f"stream_options.{name[:60]}"
-            raise Refused(f"{name} is not served; leave it out", name)
+            raise Refused(f"{name} is not supported; omit it", name)
     is_running = read_flag(options, "continuous_usage_stats", False)
     has_usage = read_flag(options, "include_usage", False)
     return has_usage, has_usage and is_running
@@ -178,7 +179,10 @@ def _read_stream_options(
 def _read_best_of(body: Mapping[str, Any], n: int, shown: Shown) -> int:
     best_of = read_number(body, "best_of", n, int, 1, MOST_SAMPLES)
     if best_of < n:
-        raise Refused(f"best_of must be n, {n}, or more, got {best_of}", "best_of")
+        raise Refused(f"best_of must be at least n, {n}, got {best_of}", "best_of")
     if best_of > n and shown.is_streamed:
-        raise Refused("best_of above n is known at the end: without stream", "best_of")
+        raise Refused(
+            "best_of must equal n with stream, as the best are known at the end",
+            "best_of",
+        )
     return best_of

@@ -1,7 +1,7 @@
-"""The tools of a chat: the client's tools, and when the model calls them.
+"""Tools of a chat, and the constraints on their calls.
 
-Calls are constrained: a grammar allows free text and calls between tags, or calls
-alone, with arguments that follow each tool's schema (`jkv.grammar.from_tools`).
+A grammar allows free text and tagged calls, or calls only, with arguments that follow
+each tool's schema (`jkv.grammar.from_tools`).
 """
 
 import re
@@ -18,31 +18,31 @@ OF_A_FUNCTION = {"name", "description", "parameters", "strict", "cache_control"}
 
 
 class Tools(NamedTuple):
-    """Tools that a chat may call."""
+    """Tools of a chat."""
 
-    listed: list[dict[str, Any]]  # as the client gave them, for the template
-    language: Language | None  # of the texts; None without calls
+    listed: list[dict[str, Any]]  # unchanged, for the template
+    language: Language | None  # None if calls are disabled
 
 
 def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
-    """Return the tools of a body; None where there are none.
+    """Return the tools of a body, or None.
 
     Args:
         body: the fields.
-        tags: the text before a call, and the text behind it.
+        tags: the tags before and after a call.
 
     Raises:
-        Refused: for invalid tools, and for an impossible choice.
+        Refused: for invalid tools or an invalid choice.
     """
     is_parallel = read_flag(body, "parallel_tool_calls", True)
     listed = body.get("tools")
     choice = body.get("tool_choice")
     if listed is None or listed == []:
         if choice not in (None, "none", "auto"):
-            raise Refused("tool_choice goes with tools", "tool_choice")
+            raise Refused("tool_choice requires tools", "tool_choice")
         return None
     if not isinstance(listed, list) or len(listed) > MOST_TOOLS:
-        raise Refused(f"tools must be a list of {MOST_TOOLS} tools at most", "tools")
+        raise Refused(f"tools must be a list of at most {MOST_TOOLS} tools", "tools")
     functions = {each["name"]: each for each in map(_read_tool, listed)}
     if len(functions) < len(listed):
         raise Refused("tools must have different names", "tools")
@@ -54,7 +54,7 @@ def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
     if choice not in ("auto", "required"):
         name = _read_name(choice)
         if name not in functions:
-            raise Refused(f"tool_choice: no tool is called {name!r}", "tool_choice")
+            raise Refused(f"tool_choice: tools has no {name!r}", "tool_choice")
         functions, choice, is_parallel = {name: functions[name]}, "required", False
     described = {
         "tools": list(functions.values()),
@@ -67,14 +67,15 @@ def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
 
 
 def _read_tool(tool: Any) -> dict[str, Any]:
-    """Return the name and the parameters of a tool."""
+    """Return the name and parameters of a tool."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise Refused("a tool is an object of type function", "tools")
+        raise Refused("a tool must be an object of type function", "tools")
     function = tool.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise Refused(
-            "a tool has a function with a name of 1 to 128 letters, digits, _, . and -",
+            "a tool must have a function with a name of 1 to 128 letters, digits, _, . "
+            "or -",
             "tools",
         )
     unknown = [
@@ -83,19 +84,19 @@ def _read_tool(tool: Any) -> dict[str, Any]:
     ]
     if unknown:
         raise Refused(
-            f"{str(unknown[0])[:60]!r} of the tool {name} is not served; leave it out",
+            f"{str(unknown[0])[:60]!r} of the tool {name} is not supported; omit it",
             "tools",
         )
     is_strict = read_flag(function, "strict", False)
     if not isinstance(function.get("description"), str | None):
-        raise Refused(f"the description of the tool {name} must be a text", "tools")
-    # Calls follow the schema in any case where it is served.
+        raise Refused(f"the description of the tool {name} must be a string", "tools")
+    # Supported schemas are always enforced; strict forbids the fallback.
     strict = {"strict": True} if is_strict else {}
     return {"name": name, "parameters": _read_parameters(name, function)} | strict
 
 
 def _read_parameters(name: str, function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are an object."""
+    """Return the schema of a tool's arguments, an object."""
     schema = function.get("parameters")
     if schema is None:
         return {"type": "object", "properties": {}}
@@ -108,13 +109,13 @@ def _read_parameters(name: str, function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_name(choice: Any) -> str:
-    """Return the name of the tool that is to be called."""
+    """Return the name of the tool in a `tool_choice`."""
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or choice.get("type") != "function":
         raise Refused(
-            "tool_choice must be none, auto, required, or an object of type function "
-            "with a function that has a name, or of type allowed_tools",
+            "tool_choice must be none, auto, required, an object of type function "
+            "with a named function, or one of type allowed_tools",
             "tool_choice",
         )
     refuse_unknown(choice, {"type", "function"}, "tool_choice")
@@ -125,14 +126,14 @@ def _read_name(choice: Any) -> str:
 def _read_allowed(
     choice: Mapping[str, Any], functions: Mapping[str, dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the functions that may be called now, and whether one must be."""
+    """Return the allowed functions and the mode, auto or required."""
     refuse_unknown(choice, {"type", "allowed_tools"}, "tool_choice")
     allowed = choice.get("allowed_tools")
     given = allowed.get("tools") if isinstance(allowed, Mapping) else None
     if not isinstance(given, list) or not given:
         raise Refused(
-            "tool_choice of type allowed_tools has allowed_tools, an object with mode "
-            "and tools",
+            "tool_choice of type allowed_tools must have allowed_tools, an object with "
+            "mode and tools",
             "tool_choice",
         )
     refuse_unknown(allowed, {"mode", "tools"}, "tool_choice")
@@ -144,5 +145,5 @@ def _read_allowed(
     names = [_read_name(each) for each in given]
     for name in names:
         if name not in functions:
-            raise Refused(f"tool_choice: no tool is called {name!r}", "tool_choice")
+            raise Refused(f"tool_choice: tools has no {name!r}", "tool_choice")
     return {name: functions[name] for name in names}, mode

@@ -1,4 +1,4 @@
-"""Endpoints that continue texts: from a body to a reply, whole or streamed."""
+"""Endpoints that generate completions, whole or streamed."""
 
 import asyncio
 import contextlib
@@ -35,17 +35,17 @@ from .gate import read_bytes
 
 Answer = Callable[[Request], Awaitable[Response]]
 
-# A proxy hands on each part as it comes, and keeps none.
+# Headers that disable buffering and caching in proxies.
 OF_STREAMS = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
 
-# Threads of requests that wait for a grammar or a row of rules, and of scored ones: no
-# other request waits behind them.
+# Threads for requests that wait for a grammar or rules, and for scoring, so that other
+# requests do not wait for them.
 _HOLDING = ThreadPoolExecutor(256, "jkv-holding")
 _SCORING = ThreadPoolExecutor(4, "jkv-scoring")
 
 
 def count_input(served: Served, bounds: Bounds) -> Answer:
-    """Make the endpoint that counts the tokens of a response's input."""
+    """Return the endpoint that counts the tokens of a response's input."""
 
     def count(fields: Fields) -> dict[str, Any]:
         found = count_chat(served, read_response(fields))
@@ -55,7 +55,7 @@ def count_input(served: Served, bounds: Bounds) -> Answer:
 
 
 def count_message(served: Served, bounds: Bounds) -> Answer:
-    """Make the endpoint that counts the tokens of a message's prompt."""
+    """Return the endpoint that counts the tokens of a message's prompt."""
 
     def count(fields: Fields) -> dict[str, Any]:
         return {"input_tokens": count_chat(served, read_message_body(fields))}
@@ -66,7 +66,7 @@ def count_message(served: Served, bounds: Bounds) -> Answer:
 def _make_counter(
     count: Callable[[Fields], dict[str, Any]], bounds: Bounds, kind: Kind
 ) -> Answer:
-    """Make an endpoint that answers without the engine."""
+    """Return an endpoint that does not use the engine."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -84,13 +84,13 @@ def _make_counter(
 
 
 def _respond(kind: Kind, error: Refused) -> JSONResponse:
-    """Return the response that tells of a mistake."""
-    told = kind.write_error(kind.rename(error))
-    return JSONResponse(told, error.status, error.headers)
+    """Return the HTTP response of an error."""
+    answer = kind.write_error(kind.rename(error))
+    return JSONResponse(answer, error.status, error.headers)
 
 
 def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
-    """Make the endpoint that continues texts at an address of `KINDS`."""
+    """Return the endpoint that generates, for a path of `KINDS`."""
     kind = KINDS[path]
 
     def understand(body: bytes) -> tuple[Fields, ParsedBody, Shown]:
@@ -105,7 +105,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
             fields, parsed, shown = await asyncio.to_thread(understand, body)
             scored = await _score(served, parsed, shown)
             held = await _hold(served, parsed, arrived)
-            parsed = parsed._replace(told=held.told)
+            parsed = parsed._replace(warnings=held.warnings)
             with contextlib.ExitStack() as at_end:
                 at_end.callback(held.release)
                 known = answer_known(served, parsed, scored)
@@ -118,7 +118,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
                     found = list_events(known)
                 reply = kind.reply(served, fields, parsed, shown, scored)
                 if shown.is_streamed:
-                    # A client may leave before the first piece.
+                    # The client may leave before the first event.
                     return StreamingResponse(
                         stream(found, reply),
                         media_type="text/event-stream",
@@ -142,7 +142,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
 
 
 async def _score(served: Served, parsed: ParsedBody, shown: Shown) -> Sequence[Scored]:
-    """Return the scores of the prompts, if the reply shows them."""
+    """Return the prompts' scores if the reply shows them."""
     if not shown.has_prompt_logprobs or served.scorer is None:
         return ()
     loop = asyncio.get_running_loop()
@@ -150,10 +150,10 @@ async def _score(served: Served, parsed: ParsedBody, shown: Shown) -> Sequence[S
 
 
 async def _hold(served: Served, parsed: ParsedBody, arrived: float) -> Held:
-    """Return the logits processors of a body; there may be none for a while.
+    """Return the logits processors of a request; wait for capacity.
 
     Raises:
-        Refused: if there is no room for it in time.
+        Refused: if there is no capacity within the time limit.
     """
     if parsed.language is None and parsed.rules is None:
         return Held()
@@ -166,15 +166,15 @@ async def _hold(served: Served, parsed: ParsedBody, arrived: float) -> Held:
             _HOLDING, served.hold, parsed.language, parsed.rules, seconds
         )
     except Refused:
-        _leave_time(parsed, arrived)  # raises if that is why
+        _leave_time(parsed, arrived)  # raises if the request's timeout has passed
         raise
 
 
 def _leave_time(parsed: ParsedBody, arrived: float) -> ParsedBody:
-    """Return the request with the time that is left of its deadline.
+    """Return the request with its remaining timeout.
 
     Raises:
-        Refused: if none is.
+        Refused: if the timeout has passed.
     """
     if parsed.request.timeout is None:
         return parsed

@@ -1,4 +1,4 @@
-"""Endpoints that tell of the server: its model, its health, its numbers."""
+"""Endpoints for the model, health checks, metrics and the version."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from .gate import respond
 
 
 def describe(served: Served) -> list[Route]:
-    """Make the endpoints that tell of the server."""
+    """Return the routes of model, health, metrics and version."""
     model = {
         "id": served.name,
         "object": "model",
@@ -50,7 +50,7 @@ def describe(served: Served) -> list[Route]:
     async def refuse_embeddings(_: Request) -> Response:
         return respond(
             Refused(
-                "embeddings are not served: the model continues texts, and its cache "
+                "embeddings are not supported: the model continues text, and its cache "
                 "keeps no vector of a whole one; take a model that is made for them",
                 status=404,
                 code="unsupported_endpoint",

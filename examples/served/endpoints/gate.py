@@ -1,4 +1,4 @@
-"""Checks before the endpoints: the key, a body's limits, the end of the server."""
+"""Middleware: API key, request ids, limits of heads and bodies, and shutdown."""
 
 import asyncio
 import hmac
@@ -13,16 +13,16 @@ from ..mistakes import Refused
 from .connections import Bounds
 
 OPEN_TO_ALL = ("/health",)
-NAME = re.compile(rb"[!-~]{1,128}")  # of a request, as a client may give it
+NAME = re.compile(rb"[!-~]{1,128}")  # of a request, chosen by a client
 
 
 def respond(error: Refused) -> JSONResponse:
-    """Return the response that tells of a mistake."""
+    """Return the HTTP response of an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Admit clients with the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    """Require the key as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
     The scheme's case does not matter (RFC 9110, section 11.1).
     """
@@ -50,7 +50,7 @@ def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
 
 
 def announce_end(app: ASGIApp) -> ASGIApp:
-    """Answer the requests that the server's end has cancelled."""
+    """Answer requests that are cancelled by the server's shutdown."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -66,14 +66,14 @@ def announce_end(app: ASGIApp) -> ASGIApp:
             if scope["type"] != "http":
                 raise
             if not has_begun:
-                going = Refused("the server is going down", status=503)
+                going = Refused("the server is shutting down", status=503)
                 await respond(going)(scope, receive, send)
 
     return answer
 
 
 def name_request(app: ASGIApp) -> ASGIApp:
-    """Tell each answer's name in `x-request-id`: the client's own, or a new one."""
+    """Add the header `x-request-id`: the client's own id, or a new one."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,7 +92,7 @@ def name_request(app: ASGIApp) -> ASGIApp:
 
 
 def refuse_two_lengths(app: ASGIApp) -> ASGIApp:
-    """Refuse a body of two lengths, which others may take for two requests.
+    """Refuse a body with two lengths, which could be read as two requests.
 
     RFC 9112, section 6.3: it "ought to be handled as an error".
     """
@@ -111,12 +111,12 @@ def refuse_two_lengths(app: ASGIApp) -> ASGIApp:
 
 
 def refuse_long_heads(app: ASGIApp, most: int) -> ASGIApp:
-    """Refuse a head of more bytes than this, however it came."""
+    """Refuse a request whose head has more than `most` bytes."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         names = ("raw_path", "query_string")
         lengths = [len(scope.get(name) or b"") for name in names]
-        # Each with its colon, space and end of line.
+        # Each header has a colon, a space and a line ending.
         lengths += [len(k) + len(v) + 4 for k, v in scope.get("headers", ())]
         if sum(lengths) > most:
             error = Refused(
@@ -130,11 +130,11 @@ def refuse_long_heads(app: ASGIApp, most: int) -> ASGIApp:
 
 
 async def read_bytes(request: Request, bounds: Bounds) -> bytes:
-    """Read a body, as far and as long as it may go.
+    """Read a body within the limits of size and time.
 
     Raises:
-        Refused: beyond that; the connection handles the remaining bytes.
-        ClientDisconnect: when the client has left.
+        Refused: if a limit is exceeded; the connection handles the remaining bytes.
+        ClientDisconnect: if the client has disconnected.
     """
     body = bytearray()
     try:
@@ -147,7 +147,7 @@ async def read_bytes(request: Request, bounds: Bounds) -> bytes:
                     )
     except TimeoutError as error:
         raise Refused(
-            f"the body was not there after {bounds.body_seconds} seconds",
+            f"the body did not arrive within {bounds.body_seconds} seconds",
             status=408,
             headers={"Connection": "close"},
         ) from error

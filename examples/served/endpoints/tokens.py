@@ -1,4 +1,4 @@
-"""Endpoints around the tokenizer: the tokens of a text or a chat, and their text."""
+"""Endpoints of the tokenizer: `/tokenize` and `/detokenize`."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from ..values import is_tokens, read_flag
 from .connections import Bounds
 from .gate import read_bytes, respond
 
-# Each with the names of vLLM, the origin of these endpoints.
+# Field names as in vLLM, the origin of these endpoints.
 OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
 OF_CHATS = {"model", "messages", "tools", "add_special_tokens", "return_token_strs"}
 OF_CHATS |= {"chat_template_kwargs", "add_generation_prompt"}
@@ -26,7 +26,7 @@ OF_TOKENS = {"model", "tokens"}
 
 
 def list_token_routes(served: Served, bounds: Bounds) -> list[Route]:
-    """Return the endpoints."""
+    """Return the routes of the tokenizer."""
 
     def route(path: str, find: Callable[[Served, Mapping[str, Any]], Any]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -47,20 +47,20 @@ def list_token_routes(served: Served, bounds: Bounds) -> list[Route]:
 
 
 def tokenize(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens of a prompt, or of messages by the checkpoint's template."""
+    """Return the tokens of a prompt, or of messages in the checkpoint's template."""
     is_chat = "messages" in body
     _check(served, body, OF_CHATS if is_chat else OF_TEXTS)
     if is_chat:
         if not read_flag(body, "add_generation_prompt", True):
             raise Refused(
-                "chats are written up to the answer; leave it out",
+                "the template always adds a generation prompt; omit it",
                 "add_generation_prompt",
             )
         tools = read_tools(body, served.tool_tags)
         (tokens,) = read_chat(served, body, [] if tools is None else tools.listed)
     else:
         if not isinstance(body.get("prompt"), str):
-            raise Refused("prompt must be a text", "prompt")
+            raise Refused("prompt must be a string", "prompt")
         (tokens,) = read_prompts(served, body)
     texts = None
     if read_flag(body, "return_token_strs", False):
@@ -74,14 +74,14 @@ def tokenize(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detokenize(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text of tokens."""
+    """Return the text of token ids."""
     _check(served, body, OF_TOKENS)
     tokens = body.get("tokens")
     if tokens != [] and not is_tokens(tokens):
         raise Refused("tokens must be a list of token ids", "tokens")
     for token in tokens:
         if not 0 <= token < served.vocabulary_size:
-            raise Refused(f"tokens: {str(token)[:60]} is no token id", "tokens")
+            raise Refused(f"tokens: {str(token)[:60]} is not a token id", "tokens")
     return {"prompt": served.tokenizer.decode(tokens, skip_special_tokens=False)}
 
 

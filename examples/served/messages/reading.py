@@ -1,7 +1,7 @@
-"""From a body of `/v1/messages` to the fields of a chat.
+"""Convert a body of `/v1/messages` into the fields of a chat.
 
-A message's blocks become messages: a result of a tool is one of the role `tool`, a call
-belongs to the assistant's.
+A tool result becomes a message with the role `tool`, and a tool call a part of the
+assistant's message.
 """
 
 import hashlib
@@ -15,36 +15,36 @@ from ..mistakes import Refused
 from ..values import read_number, refuse_unknown
 
 REFUSED = {
-    "container": Refusal("is not served: no code runs here"),
-    "mcp_servers": Refusal("is not served: no tool is called here", ([],)),
-    "inference_geo": Refusal("is not served: the model is where it is"),
-    "speed": Refusal("is not served: there is one", ("standard",)),
+    "container": Refusal("is not supported: the server runs no code"),
+    "mcp_servers": Refusal("is not supported: the server calls no tools", ([],)),
+    "inference_geo": Refusal("is not supported: the server has one location"),
+    "speed": Refusal("is not supported: there is only one", ("standard",)),
 }
-# Fields with a chat's meaning and name.
+# Fields with the same name and meaning in a chat.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_control")
 _OWN = ("max_tokens", "messages", "system", "stop_sequences", "tools", "tool_choice")
 _OWN += ("metadata", "thinking", "output_config", "output_format", "service_tier")
 SERVED = {*_SAME, *_OWN, "context_management", "betas"}
 
-# Names of chat fields here.
+# Chat fields, and the names of their sources here.
 NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
 NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config"}
 NAMES |= {"response_format.json_schema": "output_config", "user": "metadata"}
 NAMES |= {"chat_template_kwargs": "thinking"}
 
-# Keys of a tool that depend on nothing here.
+# Ignored keys of a tool.
 _DROPPED = {"type", "input_schema", "eager_input_streaming", "defer_loading"}
 _DROPPED |= {"allowed_callers", "input_examples"}
-# Blocks of a history that tell the model nothing: of tools that others call.
+# Ignored blocks of a history: tools that run elsewhere.
 SKIPPED = {"redacted_thinking", "server_tool_use", "tool_reference", "compaction"}
 SKIPPED |= {"container_upload", "mcp_tool_use", "mcp_tool_result", "fallback"}
-# A line that a command line puts before its instructions, another one in each request:
-# no prompt would begin like an earlier one.
+# Prefix of a system line that some clients change with each request; it is dropped, as
+# it would defeat prefix caching.
 BILLING = "x-anthropic-billing-header:"
 
 
 def read_message_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat that asks for the same, but for `max_tokens`.
+    """Return the equivalent fields of a chat, without `max_tokens`.
 
     Raises:
         Refused: for an unsupported field, by its name.
@@ -61,30 +61,32 @@ def read_message_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_most_tokens(body: Mapping[str, Any]) -> int:
-    """Return the most tokens of a text; the context may leave fewer.
+    """Return the maximum number of new tokens; the context may leave fewer.
 
     Raises:
-        Refused: where nothing, or no such number, is there.
+        Refused: if `max_tokens` is missing or invalid.
     """
     if body.get("max_tokens") is None:
-        raise Refused("max_tokens must be a number", "max_tokens")
+        raise Refused("max_tokens is required", "max_tokens")
     most: int = read_number(body, "max_tokens", 1, int, 1, 2**31 - 1)
     return most
 
 
 def list_message_warnings(body: Mapping[str, Any]) -> list[str]:
     """Return warnings for the client about accepted fields that have no effect."""
-    told = [
-        f"tools of type {kind!r} are not served: the model is not told of them"
+    warnings = [
+        f"tools of type {kind!r} are not supported: the model does not see them"
         for kind in dict.fromkeys(_list_hosted(body))
     ]
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping) and thinking.get("budget_tokens") is not None:
-        told.append("thinking.budget_tokens is not followed: thoughts are text")
+        warnings.append(
+            "thinking.budget_tokens has no effect: reasoning counts as output"
+        )
     managed = body.get("context_management")
     if isinstance(managed, Mapping) and managed.get("edits"):
-        told.append("context_management is not followed: messages are taken whole")
-    return told
+        warnings.append("context_management has no effect: messages are not edited")
+    return warnings
 
 
 def _read_system(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -92,40 +94,43 @@ def _read_system(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if given is None or given == []:
         return []
     if not isinstance(given, str | list):
-        raise Refused("system must be a text, or blocks of type text", "system")
+        raise Refused(
+            "system must be a string or a list of blocks of type text", "system"
+        )
     blocks = [given] if isinstance(given, str) else [_read_text(b) for b in given]
-    said = "\n".join(text for text in blocks if not text.startswith(BILLING))
-    return [{"role": "system", "content": said}] if said else []
+    system = "\n".join(text for text in blocks if not text.startswith(BILLING))
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _read_messages(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of messages", "messages")
+        raise Refused("messages must be a list of at least one message", "messages")
     messages = []
     for message in given:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ("user", "assistant", "system"):
             raise Refused(
-                "a message is an object with a role, user or assistant, and content",
+                "a message must be an object with a role (user, assistant or "
+                "system) and content",
                 "messages",
             )
         content = message.get("content")
         blocks = [content] if isinstance(content, str) else content
         if not isinstance(blocks, list):
-            raise Refused("content must be a text or a list of blocks", "messages")
+            raise Refused("content must be a string or a list of blocks", "messages")
         read = _read_assistant if role == "assistant" else _read_user_blocks
         messages += read(blocks, role)
     if messages[-1]["role"] == "assistant":
         raise Refused(
-            "the last message is the assistant's, and texts are not continued inside a "
-            "message: end with one of the user",
+            "the last message must not be the assistant's, as the server does not "
+            "continue messages; end with a user message",
             "messages",
         )
     return messages
 
 
 def _read_assistant(blocks: list[Any], role: str) -> list[dict[str, Any]]:
-    """Return one message: its text, its thoughts and its calls."""
+    """Return one message with its text, reasoning and calls."""
     texts, thoughts, calls = list[str](), "", list[dict[str, Any]]()
     for block in blocks:
         kind = _find_kind(block)
@@ -148,7 +153,7 @@ def _read_assistant(blocks: list[Any], role: str) -> list[dict[str, Any]]:
 
 
 def _read_user_blocks(blocks: list[Any], role: str) -> list[dict[str, Any]]:
-    """Return the results of tools, and the text beside them."""
+    """Return tool results as messages, followed by the user's text."""
     texts, results = list[str](), list[dict[str, Any]]()
     for block in blocks:
         kind = _find_kind(block)
@@ -167,7 +172,10 @@ def _read_result(block: Mapping[str, Any]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise Refused("the content of a tool_result is a text or blocks", "messages")
+        raise Refused(
+            "the content of a tool_result must be a string or a list of blocks",
+            "messages",
+        )
     kept = [each for each in content if not _is_skipped(_find_kind(each))]
     return "\n".join(map(_read_text, kept))
 
@@ -176,7 +184,7 @@ def _read_text(block: Any) -> str:
     """Return the text of a block.
 
     Raises:
-        Refused: for one that is no text.
+        Refused: for a block without text.
     """
     kind = _find_kind(block)
     found: Any = None
@@ -192,8 +200,8 @@ def _read_text(block: Any) -> str:
         found = "\n".join(map(_read_text, block["content"]))
     if not isinstance(found, str):
         raise Refused(
-            f"a block of type {kind[:60]!r} is not served: the model reads and writes "
-            f"text",
+            f"a block of type {kind[:60]!r} is not supported: the model reads and "
+            f"writes text only",
             "messages",
         )
     return found
@@ -204,7 +212,7 @@ def _find_kind(block: Any) -> str:
         return "text"
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
-        raise Refused("a block is an object with a type", "messages")
+        raise Refused("a block must be an object with a type", "messages")
     return kind
 
 
@@ -222,19 +230,19 @@ def _list_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _list_hosted(body: Mapping[str, Any]) -> list[str]:
-    """Return the types of tools that the API's owner would run."""
+    """Return the types of hosted tools, which the server cannot run."""
     kinds = [each.get("type") for each in _list_tools(body)]
     return [str(kind)[:60] for kind in kinds if kind not in (None, "custom")]
 
 
 def _list_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the client's own tools, as chats have them."""
+    """Return the client's tools in the format of a chat."""
     hosted, choice = _list_hosted(body), body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if hosted and kind not in (None, "auto", "none"):
         raise Refused(
-            f"tools of type {hosted[0]!r} are not served: leave them out where "
-            f"tool_choice is not auto or none",
+            f"tools of type {hosted[0]!r} are not supported unless "
+            f"tool_choice is auto or none; omit them",
             "tools",
         )
     found = []
@@ -248,7 +256,7 @@ def _list_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_choice(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which tools are called, as chats have it."""
+    """Return `tool_choice` in the format of a chat."""
     choice = body.get("tool_choice")
     if choice is None:
         return {}
@@ -275,7 +283,7 @@ def _read_choice(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_output(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of the answer, and the effort for it."""
+    """Return the response format and the reasoning effort."""
     config = body.get("output_config")
     config = {} if config is None else config
     if not isinstance(config, Mapping):
@@ -299,7 +307,7 @@ def _read_output(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_user(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the client's name; a hash replaces a name that is too long."""
+    """Return the client's name; a name that is too long is hashed."""
     given = body.get("metadata")
     given = {} if given is None else given
     name = given.get("user_id") if isinstance(given, Mapping) else 0
@@ -309,12 +317,12 @@ def _read_user(body: Mapping[str, Any]) -> dict[str, Any]:
         name = hashlib.sha256(name.encode()).hexdigest()
     tier = body.get("service_tier")
     if not isinstance(tier, str | None):
-        raise Refused("service_tier must be a text", "service_tier")
+        raise Refused("service_tier must be a string", "service_tier")
     return {"user": name} if name else {}
 
 
 def _read_thinking(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's variable for thoughts: True if there are any."""
+    """Return the template's variable that enables or disables reasoning."""
     given = body.get("thinking")
     if given is None:
         return {}

@@ -1,6 +1,6 @@
-"""From the result of a text to a message, whole or as the events of a stream.
+"""Write the reply of `/v1/messages`, whole or as a stream of events.
 
-A message has blocks: texts, and the calls between them.
+A message is a list of blocks: texts and tool calls.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def write_error(error: Refused) -> dict[str, Any]:
-    """Return a mistake in the API's words."""
+    """Return an error in the API's format."""
     kind = KINDS.get(error.status, "api_error")
     words = error.body["error"]["message"]
     return {"type": "error", "error": {"type": kind, "message": words}}
@@ -38,7 +38,7 @@ def write_error(error: Refused) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Block:
-    """A text or a call, as far as it has come."""
+    """A text or a tool call, possibly incomplete."""
 
     index: int
     text: str = ""  # or a call's arguments
@@ -46,26 +46,29 @@ class Block:
     number: int = -1  # of the call
 
     def write(self, *, is_begun: bool = False) -> dict[str, Any]:
-        """Return it in the API's words."""
+        """Return the block in the API's format."""
         if self.call is None:
             return {"type": "text", "text": "" if is_begun else self.text}
         try:
             given = json.loads(self.text)
-        except ValueError:  # it was cut
+        except ValueError:  # truncated
             given = {}
         return {"type": "tool_use", **self.call, "input": {} if is_begun else given}
 
 
 class MessageReply:
-    """A message, with the methods of `Reply`."""
+    """A message, with the interface of `Reply`."""
 
     is_scored = False
 
     def __init__(self, body: Mapping[str, Any], served: Served, parsed: ParsedBody):
         self._served, self._asked = served, parsed
         self._is_bounded = parsed.request.max_new_tokens < read_most_tokens(body)
-        told = [*parsed.warn(served).get("warnings", []), *list_message_warnings(body)]
-        self._warnings = {"warnings": told} if told else {}
+        warnings = [
+            *parsed.warn(served).get("warnings", []),
+            *list_message_warnings(body),
+        ]
+        self._warnings = {"warnings": warnings} if warnings else {}
         self._name = f"msg_{uuid.uuid4().hex}"
         (self._prompt,) = parsed.prompts
         self._choice = Choice(
@@ -98,7 +101,7 @@ class MessageReply:
         return _event("message_start", message=self._write([])) + _event("ping")
 
     def write_piece(self, index: int, event: Event) -> str:
-        """Return the events of a part."""
+        """Return the events of a new part."""
         del index
         return "".join(self._take(event))
 
@@ -111,18 +114,18 @@ class MessageReply:
 
     def write_failure(self, error: Mapping[str, Any]) -> str:
         """Return the last event of a stream that failed."""
-        told = {"type": "api_error", "message": error["error"]["message"]}
-        return _event("error", error=told)
+        described = {"type": "api_error", "message": error["error"]["message"]}
+        return _event("error", error=described)
 
     def _take(self, new: Completion | Event) -> Iterator[str]:
-        """Take a new piece; yield its events."""
+        """Process a new part; yield its events."""
         self._tokens += new.tokens
         self._text += new.text or ""
         self._num_cached = new.cached_tokens
         written = self._choice.write(new, "delta")
         delta = written["delta"]
         calls = list(delta.get("tool_calls", ()))
-        # The rest of the open call comes before the next parts.
+        # The rest of an open call precedes the other parts.
         while (
             calls and self._open is not None and calls[0]["index"] == self._open.number
         ):
@@ -171,7 +174,7 @@ class MessageReply:
             self._open = None
 
     def _find_reason(self, reason: FinishReason, word: str | None) -> None:
-        """Note why the text ended, and by which sequence."""
+        """Set the stop reason, and the stop sequence if one ended the completion."""
         if word == "length":
             context = "model_context_window_exceeded"
             is_limit = reason == FinishReason.LENGTH and not self._is_bounded
@@ -186,13 +189,13 @@ class MessageReply:
             return
         decode = self._served.tokenizer.decode
         text = decode([*self._prompt, *self._tokens])[len(decode(self._prompt)) :]
-        rest = text[len(self._text) :]  # the stop, and the rest of its token
+        rest = text[len(self._text) :]  # the stop string and the rest of its token
         stops = [stop for stop in request.stop_strings if rest.startswith(stop)]
         if stops:
             self._stop_reason, self._stop_sequence = "stop_sequence", stops[0]
 
     def _write(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the message as it is now."""
+        """Return the message in its current state."""
         return {
             "id": self._name,
             "type": "message",
@@ -206,7 +209,7 @@ class MessageReply:
         }
 
     def _count(self) -> dict[str, Any]:
-        """Return the tokens of the message, with the cached ones counted separately."""
+        """Return the token counts; cached tokens are counted separately."""
         return {
             "input_tokens": len(self._prompt) - self._num_cached,
             "cache_creation_input_tokens": 0,

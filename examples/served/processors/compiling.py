@@ -1,7 +1,7 @@
-"""Grammars are compiled in processes of their own, so that nobody waits for another's.
+"""Compilation of grammars in separate processes.
 
-A schema can take many seconds of Python. Another process compiles it here and is ended
-after its deadline; the server's own threads only wait.
+A schema may need many seconds of Python. A worker process compiles it, and is killed
+after the deadline; the server's own threads only wait.
 """
 
 import multiprocessing
@@ -17,15 +17,15 @@ from jkv.grammar import Vocabulary
 from ..asking.languages import Compiled, Language
 from ..mistakes import Refused
 
-MOST_SECONDS = 20.0  # for a grammar
-MOST_PROCESSES = 4  # at one time; further grammars wait for one of them
+MOST_SECONDS = 20.0  # per grammar
+MOST_PROCESSES = 4  # at a time; further grammars wait
 
 
 class Compilers:
-    """Processes that compile. Any thread may call the methods."""
+    """Pool of compiling processes. The methods are thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Keep the vocabulary; no process is there yet."""
+        """Store the vocabulary; start no process yet."""
         self._vocabulary = vocabulary
         self._threads = ThreadPoolExecutor(MOST_PROCESSES, "jkv-grammars")
         self._idle: list[_Worker] = []
@@ -34,11 +34,11 @@ class Compilers:
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Begin to start a process: the first grammar need not wait for it."""
+        """Start a process in advance for the first grammar."""
         self._give_back(self._take_worker())
 
     def close(self) -> None:
-        """End all processes; their compilations fail."""
+        """Kill all processes; running compilations fail."""
         with self._lock:
             workers = list(self._workers)
             self._workers, self._idle = set(), []
@@ -46,14 +46,14 @@ class Compilers:
             worker.end()
 
     def compile(self, language: Language, deadline: float) -> Compiled:
-        """Return a language's grammar, compiled once for simultaneous calls.
+        """Return a language's grammar; simultaneous calls share one compilation.
 
         Args:
-            language: it.
-            deadline: of the monotonic clock.
+            language: the language.
+            deadline: on the monotonic clock, in seconds.
 
         Raises:
-            Refused: if there is no such language, or its time is over.
+            Refused: if the language is invalid, or the deadline has passed.
         """
         with self._lock:
             future = self._under_way.get(language)
@@ -99,10 +99,10 @@ class Compilers:
 
 
 class _Worker:
-    """A process that compiles one grammar after the other."""
+    """Process that compiles one grammar at a time."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Not forked: JAX has threads.
+        # Not forked, as JAX has threads.
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process = context.Process(
@@ -116,12 +116,12 @@ class _Worker:
         """Return a grammar.
 
         Raises:
-            Refused: if there is none.
-            TimeoutError: if it is not there in time; the process goes on with it.
+            Refused: if the language is invalid.
+            TimeoutError: after `MOST_SECONDS`; the process is still compiling.
             EOFError: if the process has died.
         """
         if not self._is_ready:
-            # To begin is not the language's affair.
+            # The start of the process does not count towards the time limit.
             self._is_ready = self._pipe.recv()
         self._pipe.send(language)
         if not self._pipe.poll(MOST_SECONDS):
@@ -133,20 +133,20 @@ class _Worker:
         return found
 
     def end(self) -> None:
-        """End the process, even while it compiles."""
+        """Kill the process, even while it compiles."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
 
 def _work(pipe: Connection, vocabulary: Vocabulary) -> None:
-    """Compile the incoming languages until the server has ended."""
+    """Compile languages from the pipe until the server closes it."""
     import jax
     import numpy as np
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server kills this process
     os.nice(5)
-    jax.config.update("jax_platforms", "cpu")  # the server has the device
+    jax.config.update("jax_platforms", "cpu")  # the server uses the device
     pipe.send(True)
     while True:
         try:
@@ -165,6 +165,6 @@ def _work(pipe: Connection, vocabulary: Vocabulary) -> None:
 def _refuse_overdue(language: Language) -> Refused:
     return Refused(
         f"{language.param} takes more than {MOST_SECONDS:.0f} seconds to compile, or "
-        f"than the request's timeout: ask for a smaller one",
+        f"than the request's timeout; send a smaller one",
         language.param,
     )

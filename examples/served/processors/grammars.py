@@ -1,7 +1,7 @@
-"""The grammars that are in an engine, as requests name their languages.
+"""Loaded grammars of an engine, keyed by language.
 
-They stay in the engine's catalog while there is room. A grammar that a request has is
-never given up.
+A grammar stays in the catalog until its space is needed; grammars in use are never
+evicted.
 """
 
 from jkv.grammar import Catalog, CatalogFull, Grammar, Vocabulary
@@ -13,46 +13,46 @@ from ..mistakes import Refused
 class Entry:
     """A language in the catalog."""
 
-    def __init__(self, variant: int, told: tuple[str, ...]) -> None:
-        self.variant, self.told, self.num_held = variant, told, 0
+    def __init__(self, variant: int, warnings: tuple[str, ...]) -> None:
+        self.variant, self.warnings, self.num_held = variant, warnings, 0
 
 
 class Languages:
-    """The languages of an engine's catalog. One thread may call the methods at a time.
+    """Languages of an engine's catalog, evicted in LRU order. Not thread-safe.
 
     Attributes:
-        most: languages at one time.
-        grammar: all that are there.
+        most: maximum number of languages.
+        grammar: the grammar of all loaded languages.
     """
 
     def __init__(self, vocabulary: Vocabulary, max_grammars: int) -> None:
-        """Make room for so many at one time."""
+        """Create an empty catalog."""
         self.vocabulary, self.most = vocabulary, max_grammars
         self._catalog = Catalog(vocabulary, max_grammars=max_grammars)
-        self._entries: dict[Language, Entry] = {}  # the one named last is last
+        self._entries: dict[Language, Entry] = {}  # in LRU order
         self.grammar: Grammar = self._catalog.grammar
 
     def find(self, language: Language) -> Entry | None:
-        """Return a language's entry; None where it is not there."""
+        """Return a language's entry, or None; mark it as recently used."""
         entry = self._entries.pop(language, None)
         if entry is not None:
             self._entries[language] = entry
         return entry
 
     def add(self, language: Language, compiled: Compiled) -> Entry | None:
-        """Take a language in; None where requests have all the room.
+        """Add a language; return None if the catalog is full of grammars in use.
 
         Raises:
-            Refused: if it needs more room than there is.
+            Refused: if the grammar is larger than the catalog.
         """
         while True:
             try:
                 variant = self._catalog.add(compiled.grammar)
-                entry = Entry(variant, compiled.told)
+                entry = Entry(variant, compiled.warnings)
             except CatalogFull:
                 if not self._remove_oldest():
                     return None
-            except ValueError as error:  # it is larger than the catalog
+            except ValueError as error:  # larger than the catalog
                 raise Refused(f"{language.param}: {error}", language.param) from error
             else:
                 self._entries[language] = entry
@@ -60,11 +60,11 @@ class Languages:
                 return entry
 
     def remove(self, language: Language) -> None:
-        """Give a language up."""
+        """Remove a language."""
         self._catalog.remove(self._entries.pop(language).variant)
 
     def _remove_oldest(self) -> bool:
-        """Remove the least recently used of the grammars that no request holds."""
+        """Evict the least recently used grammar that no request holds."""
         for language, entry in self._entries.items():
             if not entry.num_held:
                 self.remove(language)

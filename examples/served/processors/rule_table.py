@@ -1,7 +1,7 @@
-"""Rules of requests in a table of fixed size, which an engine takes without compiling.
+"""Fixed-size table of per-request rules, updated without recompilation.
 
-A rule restricts by numbers the tokens of a text: biases, penalties, a least length,
-bans, a choice of tokens.
+Rules restrict tokens: biases, penalties, minimum length, banned sequences and allowed
+tokens.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv.logits_processors import (
     AllowedTokens,
-    BannedTexts,
+    BannedSequences,
     LogitsProcessor,
     MinimumLength,
     TokenBias,
@@ -27,11 +27,11 @@ MOST_ALLOWED = 1024
 
 
 class Rules(NamedTuple):
-    """Rules for all texts of a request."""
+    """Rules for all completions of a request."""
 
-    biases: dict[int, float]  # of token ids
+    biases: dict[int, float]  # by token id
     min_tokens: int
-    end_tokens: list[int]  # which may not come before so many
+    end_tokens: list[int]  # not allowed before `min_tokens`
     banned: list[list[int]]  # token ids
     allowed: list[int] | None  # token ids; None for all
     presence: float = 0.0  # penalties
@@ -39,21 +39,21 @@ class Rules(NamedTuple):
 
 
 class RuleTable:
-    """Rows of rules, arrays on the host.
+    """Rows of rules, as host arrays.
 
     Attributes:
-        num_rows: of requests that have rules at one time.
+        num_rows: maximum number of requests with rules.
     """
 
     def __init__(
         self, num_rows: int, num_stop_tokens: int, vocabulary_size: int
     ) -> None:
-        """Make room.
+        """Create an empty table.
 
         Args:
-            num_rows: of requests.
-            num_stop_tokens: that a request can have.
-            vocabulary_size: tokens that the model knows.
+            num_rows: maximum number of requests with rules.
+            num_stop_tokens: maximum per request.
+            vocabulary_size: number of tokens.
         """
 
         self.num_rows = num_rows
@@ -67,13 +67,13 @@ class RuleTable:
         self._least = np.zeros(num_rows, np.int32)
         self._banned = none(2 * MOST_BAD_WORDS, MOST_TOKENS_OF_A_WORD)
         self._allowed = none(MOST_ALLOWED)
-        self._has_allowed = none()  # the row itself, -1 where all are
+        self._has_allowed = none()  # the row's index; -1 if all are allowed
         self._presence = np.zeros(num_rows, np.float32)
         self._frequency = np.zeros(num_rows, np.float32)
         self._vocabulary_size = vocabulary_size
 
     def put(self, row: int, rules: Rules) -> None:
-        """Write a row."""
+        """Write the rules of a request to a row."""
         biased = list(rules.biases.items())
         self._biased[row] = _pad([token for token, _ in biased], MOST_BIASES)
         self._biases[row, : len(biased)] = [bias for _, bias in biased]
@@ -88,15 +88,15 @@ class RuleTable:
 
     @property
     def logits_processor(self) -> LogitsProcessor:
-        """The logits processor of the rows as they are now, a variant for each."""
-        copy = np.copy  # a device may look at the memory of the array itself
+        """Logits processor of the current rows, one variant per row."""
+        copy = np.copy  # JAX may alias host arrays, which `put` changes
         return chain(
             TokenBias(copy(self._biased), copy(self._biases)),
             CountPenalties(
                 copy(self._presence), copy(self._frequency), self._vocabulary_size
             ),
             renumber(AllowedTokens(copy(self._allowed)), copy(self._has_allowed)),
-            BannedTexts(copy(self._banned)),
+            BannedSequences(copy(self._banned)),
             MinimumLength(copy(self._ends), copy(self._least)),
         )
 

@@ -1,7 +1,7 @@
-"""Logits processors of an engine: languages, and rules of single requests.
+"""Assignment of logits processors to requests.
 
-A variant is a grammar alone, or a row of rules, perhaps with a grammar. Both come and
-go while the engine runs. A request for which there is no room waits until another ends.
+A variant is a grammar, or a row of rules with an optional grammar. Variants change
+while the engine runs; a request waits if there is no capacity for its variant.
 """
 
 import threading
@@ -21,55 +21,55 @@ from .rule_table import Rules, RuleTable
 
 
 class Held:
-    """The logits processor of a request, until released; none at first."""
+    """A request's variant, held until released; no variant by default."""
 
     def __init__(
         self,
         variant: int = Request.variant,
         release: Callable[[], None] = lambda: None,
-        told: tuple[str, ...] = (),
+        warnings: tuple[str, ...] = (),
     ) -> None:
-        """Keep a variant, the function that releases it, and warnings for clients."""
-        self.variant, self._releases, self.told = variant, [release], told
+        """Store a variant, its release function, and warnings for the client."""
+        self.variant, self._releases, self.warnings = variant, [release], warnings
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Release the variant; further calls do nothing."""
         while self._releases:
             self._releases.pop()()
 
 
 class Processors:
-    """The logits processors of an engine. Any thread may call the methods."""
+    """Logits processors of an engine. The methods are thread-safe."""
 
     def __init__(self, languages: Languages | None, table: RuleTable) -> None:
-        """Make room.
+        """Create free variants.
 
         Args:
-            languages: that texts may be of; None for no room.
-            table: of the rules that requests have at one time.
+            languages: the loaded grammars; None disables grammars.
+            table: the rules.
         """
         self._languages, self._table = languages, table
         self._compilers = None if languages is None else Compilers(languages.vocabulary)
         self._num_grammars = 0 if languages is None else languages.most
         self._free = list(range(table.num_rows))
         grammars, rows = range(self._num_grammars), range(table.num_rows)
-        # Variants are the grammars, each alone, and the rows behind them.
+        # Variants are the grammars, followed by the rows of rules.
         self._grammar_of = np.array([*grammars, *(-1 for _ in rows)], np.int32)
         self._row_of = np.array([*(-1 for _ in grammars), *rows], np.int32)
-        # Held while the engine is given something else, which takes a window.
+        # Held while the engine's processor is replaced, which takes one window.
         self._changing = threading.Lock()
-        # Held for a moment, to look at the held entries, or to change them.
+        # Held briefly to read or change the held entries.
         self._room = threading.Condition()
         self._num_released = 0
         self._num_closed = 0
 
     def start(self) -> None:
-        """Start the processes that compile grammars."""
+        """Start a process that compiles grammars."""
         if self._compilers is not None:
             self._compilers.start()
 
     def close(self) -> None:
-        """Close it, and refuse the requests that wait for room."""
+        """Stop the processes, and refuse the waiting requests."""
         if self._compilers is not None:
             self._compilers.close()
         with self._room:
@@ -78,7 +78,7 @@ class Processors:
 
     @property
     def logits_processor(self) -> LogitsProcessor | None:
-        """The current logits processor of the engine; None without any room."""
+        """Current logits processor of the engine; None if disabled."""
         if not len(self._row_of):
             return None
         if self._languages is None:
@@ -97,16 +97,17 @@ class Processors:
         rules: Rules | None,
         deadline: float,
     ) -> Held:
-        """Return the logits processor of a request, kept until it is released.
+        """Return a request's variant, held until it is released.
 
         Args:
             engine: owner of the logits processor.
-            language: of the texts.
-            rules: of the request.
-            deadline: of the monotonic clock.
+            language: the language of the completions.
+            rules: the rules of the request.
+            deadline: on the monotonic clock, in seconds.
 
         Raises:
-            Refused: if there is no such language, or no room in time.
+            Refused: if the language is invalid, or there is no capacity before
+                the deadline.
         """
         if language is None and rules is None:
             return Held()
@@ -117,7 +118,7 @@ class Processors:
                 return held
 
     def _compile(self, language: Language | None, deadline: float) -> Compiled | None:
-        """Return the grammar of a language that is not there."""
+        """Return the grammar of a language that is not loaded, else None."""
         if language is None or self._find(language) is not None:
             return None
         assert self._compilers is not None, "refused before"
@@ -136,7 +137,7 @@ class Processors:
         rules: Rules | None,
         deadline: float,
     ) -> Held | None:
-        """Hold a request's processor; None if its grammar was removed meanwhile."""
+        """Hold a variant; return None if its loaded grammar was evicted meanwhile."""
         while True:
             with self._changing:
                 seen = self._num_released
@@ -151,7 +152,7 @@ class Processors:
     def _wait_for_release(
         self, seen: int, deadline: float, rules: Rules | None
     ) -> None:
-        """Wait until more requests have released their processors than `seen`."""
+        """Wait until `_num_released` differs from `seen`."""
 
         closed = self._num_closed
 
@@ -163,11 +164,11 @@ class Processors:
                 has_changed, max(0.0, deadline - time.monotonic())
             )
             if self._num_closed != closed:
-                raise Refused("the server is going down", status=503)
+                raise Refused("the server is shutting down", status=503)
             if is_time:
                 what = "grammars" if rules is None else "rules"
                 raise Refused(
-                    f"running requests have all room for {what}; try later",
+                    f"running requests use all room for {what}; try again later",
                     status=429,
                     headers={"Retry-After": "1"},
                 )
@@ -179,7 +180,7 @@ class Processors:
         compiled: Compiled | None,
         rules: Rules | None,
     ) -> Held | None:
-        """Hold a request's processor; None if there is no room."""
+        """Hold a variant; return None if there is no capacity."""
         with self._room:
             if rules is not None and not self._free:
                 return None
@@ -214,7 +215,7 @@ class Processors:
         return held
 
     def _note(self, entry: Entry | None, row: int | None) -> Held:
-        """Return a record that releases a grammar and a row."""
+        """Return a record that releases a grammar and a row of rules."""
 
         def release() -> None:
             with self._room:
@@ -225,8 +226,8 @@ class Processors:
                 self._num_released += 1
                 self._room.notify_all()
 
-        told = () if entry is None else entry.told
+        warnings = () if entry is None else entry.warnings
         if row is not None:
-            return Held(self._num_grammars + row, release, told)
+            return Held(self._num_grammars + row, release, warnings)
         assert entry is not None, "something is held"
-        return Held(entry.variant, release, told)
+        return Held(entry.variant, release, warnings)

@@ -1,7 +1,7 @@
-"""A request's way through the engine: submitted, waited for or streamed, cancelled.
+"""Submission of requests to the engine, their events and their cancellation.
 
-A request is cancelled when its client has left: a stream is closed by its server, and
-the connection of a whole reply is watched meanwhile.
+A request is cancelled if its client disconnects. The HTTP server closes the generator
+of a stream; the connection of a whole reply is monitored.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from ..mistakes import Refused
 from .kinds import AnyReply
 from .replies import check_reason, select_likely
 
-# Events, each with its text's number; None where nothing came for a while.
+# Events with the index of their completion; None after `SILENT_SECONDS` of silence.
 Found = AsyncGenerator[tuple[int, Event] | None, None]
 
 SILENT_SECONDS = 15.0
 
 
 def submit_all(served: Served, parsed: ParsedBody, variant: int) -> list[int]:
-    """Submit every prompt of a body, or none; one variant applies to all.
+    """Submit all prompts of a body with one variant, or none of them.
 
     Raises:
-        Refused: when too many wait, for now or always; when the engine has failed.
-        RequestRefused: for a request that can never be served.
+        Refused: if too many sequences wait, or the engine has failed.
+        RequestRefused: for a request that can never run.
     """
     most, num = served.max_waiting, parsed.request.n
     if most is not None and (len(parsed.prompts) - 1) * num >= most:
         raise Refused(
-            f"{len(parsed.prompts)} prompts with {num} texts each are more than may "
-            f"wait at one time, {most}; ask for fewer in a request"
+            f"{len(parsed.prompts)} prompts with {num} completions each exceed the "
+            f"limit of {most} waiting sequences; send fewer per request"
         )
     numbers: list[int] = []
     try:
@@ -52,11 +52,11 @@ def submit_all(served: Served, parsed: ParsedBody, variant: int) -> list[int]:
         cancel_all(served, numbers)
         if isinstance(error, QueueFull):
             raise Refused(
-                f"{error}; try later",
+                f"{error}; try again later",
                 status=429,
                 headers={
                     "Retry-After": str(math.ceil(error.seconds)),
-                    # Of OpenAI's clients, which take it first.
+                    # OpenAI's clients prefer this header.
                     "retry-after-ms": str(math.ceil(1000 * error.seconds)),
                 },
             ) from error
@@ -67,25 +67,25 @@ def submit_all(served: Served, parsed: ParsedBody, variant: int) -> list[int]:
 
 
 async def list_events(events: Sequence[tuple[int, Event]]) -> Found:
-    """Yield known events, as `read_events` does the engine's."""
+    """Yield known events, with the interface of `read_events`."""
     for event in events:
         check_reason(event[1].reason)
         yield event
 
 
 def cancel_all(served: Served, numbers: list[int]) -> None:
-    """Cancel requests; finished ones stay as they are."""
+    """Cancel requests; finished ones are unchanged."""
     for number in numbers:
         served.engine.cancel(number)
 
 
 async def read_events(served: Served, numbers: list[int], n: int) -> Found:
-    """Yield events of requests, each with its text's number; n texts a request.
+    """Yield events of requests with the index of their completion; n per request.
 
-    Leaving the generator cancels unfinished requests.
+    Closing the generator cancels unfinished requests.
 
     Raises:
-        Refused: when a text was not ended by its model or its limit.
+        Refused: if generation ended by other causes than a stop or a length limit.
     """
     queue: asyncio.Queue[tuple[int, Event] | EngineError | None] = asyncio.Queue()
 
@@ -126,17 +126,17 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
 async def gather(
     found: Found, parsed: ParsedBody, shown: Shown
 ) -> tuple[list[Completion], int]:
-    """Return the completion of each choice, and the tokens that all texts took."""
+    """Return the completions to show, and the number of tokens of all completions."""
     n = parsed.request.n
-    texts = [
+    completions = [
         Completion(number, sample, [], [], FinishReason.RUNNING, "")
         for number in range(len(parsed.prompts))
         for sample in range(n)
     ]
     async with contextlib.aclosing(found) as events:
         async for index, event in filter_events(events):
-            old = texts[index]
-            texts[index] = old._replace(
+            old = completions[index]
+            completions[index] = old._replace(
                 tokens=old.tokens + event.tokens,
                 logprobs=old.logprobs + event.logprobs,
                 text=(old.text or "") + event.text,
@@ -144,13 +144,13 @@ async def gather(
                 cached_tokens=event.cached_tokens,
             )
     chosen = []
-    for i in range(0, len(texts), n):
-        chosen += select_likely(texts[i : i + n], shown.num_choices)
-    return chosen, sum(len(text.tokens) for text in texts)
+    for i in range(0, len(completions), n):
+        chosen += select_likely(completions[i : i + n], shown.num_choices)
+    return chosen, sum(len(completion.tokens) for completion in completions)
 
 
 async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yield the events that are not empty."""
+    """Yield the events, without None."""
     async for each in found:
         if each is not None:
             yield each
@@ -159,30 +159,30 @@ async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]
 async def reply_whole(
     request: Request, found: Found, reply: AnyReply, parsed: ParsedBody, shown: Shown
 ) -> dict[str, Any] | None:
-    """Wait for the end of all, or of the connection: then there is no reply."""
+    """Return the whole reply, or None if the client disconnects first."""
     work = asyncio.ensure_future(gather(found, parsed, shown))
     gone = asyncio.ensure_future(wait_until_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return None
-        # To write logprobs takes a tokenizer's time.
+        # Logprobs need the tokenizer, which is slow.
         return await asyncio.to_thread(reply.whole, *work.result())
     finally:
-        # Both tasks are cancelled with the task that waits for them.
+        # Cancel both tasks also if this coroutine is cancelled.
         for task in (work, gone):
             task.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
 async def wait_until_gone(request: Request) -> None:
-    """Wait until the client has closed its connection."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def stream(found: Found, reply: AnyReply) -> AsyncIterator[str]:
-    """Write a reply as server-sent events, and a comment where nothing came."""
+    """Yield server-sent events of a reply, and comments during silence."""
     try:
         if opening := reply.write_opening():
             yield opening

@@ -1,4 +1,4 @@
-"""Replies in the words of OpenAI's API: texts and chats, and pieces of both."""
+"""Replies in the format of OpenAI's API: completions, chats and their chunks."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from .calls import CallPart, CallReader
 from .logprobs import TokenTeller, write_of_chat, write_of_text
 from .scoring import Scored
 
-# The API has few words for why a text ended.
+# The API has fewer finish reasons than the engine.
 REASONS = {
     FinishReason.RUNNING: None,
     FinishReason.STOP: "stop",
@@ -27,7 +27,7 @@ REASONS = {
 
 
 class Reply:
-    """One reply: the fields that its parts have in common, and its choices."""
+    """Reply of a request: common fields and choices."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Reply:
         *,
         is_chat: bool,
     ):
-        """Begin.
+        """Create the choices.
 
         Args:
             served: the model.
             parsed: the engine's arguments.
             shown: the display options.
-            scored: of each prompt, if they are shown with their logprobs.
-            is_chat: whether it is of a chat.
+            scored: scores of each prompt, if logprobs of prompts are shown.
+            is_chat: whether this is a chat.
         """
         kind = "chatcmpl" if is_chat else "cmpl"
         self.name = f"{kind}-{uuid.uuid4().hex}"
@@ -54,7 +54,7 @@ class Reply:
         self._num_prompt = sum(map(len, parsed.prompts))
         self._num_new = 0
         self._warnings = parsed.warn(served)
-        self._num_cached = [0] * len(parsed.prompts)  # of each prompt
+        self._num_cached = [0] * len(parsed.prompts)  # per prompt
         echoes = shown.echoes or [""] * len(parsed.prompts)
         self._choices = [
             Choice(
@@ -73,7 +73,7 @@ class Reply:
 
     @property
     def is_scored(self) -> bool:
-        """True if the model runs again for the alternatives at each token."""
+        """True if top logprobs are shown, which need another run of the model."""
         return bool(self._shown.num_top)
 
     def whole(self, found: Sequence[Completion], num_new: int) -> dict[str, Any]:
@@ -81,12 +81,12 @@ class Reply:
 
         Args:
             found: the completion of each choice.
-            num_new: tokens, including texts that are not shown.
+            num_new: number of new tokens, including completions that are not shown.
         """
         pairs = list(zip(self._choices, found, strict=True))
         for index, each in enumerate(found):
             self._note_cached(index, each)
-        scored = self._score([choice.text_before(each) for choice, each in pairs])
+        scored = self._score([choice.tokens_before(each) for choice, each in pairs])
         choices = [
             {"index": i, **choice.write(each, "message", scores)}
             for i, ((choice, each), scores) in enumerate(
@@ -97,11 +97,11 @@ class Reply:
         return self._frame(kind, choices) | {"usage": self._count(num_new)}
 
     def write_opening(self) -> str:
-        """Return the first events of a stream: none."""
+        """Return the first events of a stream; here none."""
         return ""
 
     def write_piece(self, index: int, event: Event) -> str:
-        """Return the event of a part of choice `index`."""
+        """Return the event with a new part of choice `index`."""
         return write_event(self._piece(index, event))
 
     def write_closing(self) -> str:
@@ -118,7 +118,7 @@ class Reply:
 
     def _piece(self, index: int, event: Event) -> dict[str, Any]:
         choice = self._choices[index]
-        (scores,) = self._score([choice.text_before(event)])
+        (scores,) = self._score([choice.tokens_before(event)])
         self._num_new += len(event.tokens)
         self._note_cached(index, event)
         written = {"index": index, **choice.write(event, "delta", scores)}
@@ -128,23 +128,23 @@ class Reply:
         return found | ({"usage": None} if self._shown.has_usage else {})
 
     def _note_cached(self, index: int, new: Completion | Event) -> None:
-        """Note the cached tokens of a choice's prompt; samples may share a prompt."""
+        """Record the cached tokens of a choice's prompt; samples share prompts."""
         prompt = index // self._shown.num_choices
         known = self._num_cached[prompt]
         self._num_cached[prompt] = max(known, new.cached_tokens)
 
-    def _score(self, texts: list[list[int]]) -> list[Scored | None]:
-        """Return the scores of texts, if alternatives are shown."""
+    def _score(self, sequences: list[list[int]]) -> list[Scored | None]:
+        """Return scores if top logprobs are shown, else None for each sequence."""
         if not self.is_scored or self._served.scorer is None:
-            return [None] * len(texts)
-        return [*self._served.scorer.score(texts)]
+            return [None] * len(sequences)
+        return [*self._served.scorer.score(sequences)]
 
     @property
     def _piece_kind(self) -> str:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        # Of a stream only the first piece warns.
+        # Only the first chunk of a stream has warnings.
         warnings, self._warnings = self._warnings, {}
         return {
             "id": self.name,
@@ -155,7 +155,7 @@ class Reply:
         } | warnings
 
     def _count(self, num_new: int) -> dict[str, Any]:
-        """Return the tokens that the reply took."""
+        """Return the API's token counts."""
         counts = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": num_new,
@@ -171,7 +171,7 @@ class Reply:
 
 
 class Choice:
-    """One text of a reply, written at once or in pieces."""
+    """One completion of a reply, written whole or in parts."""
 
     def __init__(
         self,
@@ -198,27 +198,27 @@ class Choice:
 
     @property
     def num_new(self) -> int:
-        """Tokens of this text so far."""
+        """Number of new tokens so far."""
         return len(self._new)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of this text so far."""
+        """Number of tokens of the prompt and the completion so far."""
         return len(self._prompt) + len(self._new)
 
-    def text_before(self, new: Completion | Event) -> list[int]:
-        """Return the tokens of a text before its last one."""
+    def tokens_before(self, new: Completion | Event) -> list[int]:
+        """Return all tokens up to, but not including, the last one of `new`."""
         return [*self._prompt, *self._new, *new.tokens[:-1]]
 
     def write(
         self, new: Completion | Event, part: str, scored: Scored | None = None
     ) -> dict[str, Any]:
-        """Return the new parts, or all, in the API's words.
+        """Return the new part, or the whole choice, in the API's format.
 
         Args:
             new: the new event or completion.
-            part: "message" for a whole one, "delta" for a piece.
-            scored: of `text_before`.
+            part: "message" for a whole choice, "delta" for a part.
+            scored: scores of `tokens_before`.
         """
         text, self._echo = self._echo + (new.text or ""), ""
         reason = REASONS[new.reason]
@@ -231,7 +231,7 @@ class Choice:
         else:
             written = {"text": text}
         if self._is_chat and not self._is_begun:
-            # Only the first piece names the role: clients join the fields of pieces.
+            # Only in the first chunk, since clients concatenate the fields of chunks.
             written[part] = {"role": "assistant", **written[part]}
         logprobs = self._write_logprobs(new, scored)
         self._is_begun = True
@@ -241,35 +241,35 @@ class Choice:
     def _write_calls(
         self, calls: CallReader, new: Completion | Event, part: str
     ) -> dict[str, Any]:
-        """Return the message, or its new parts: free text, and calls of tools."""
+        """Return the message or its new part: free text and tool calls."""
         is_last = new.reason != FinishReason.RUNNING
-        told = calls.advance(new.text or "", is_last=is_last)
-        written: dict[str, Any] = {"content": told.content}
-        if told.calls:
-            whole = join_parts(told.calls)
+        parsed = calls.advance(new.text or "", is_last=is_last)
+        written: dict[str, Any] = {"content": parsed.content}
+        if parsed.calls:
+            whole = join_parts(parsed.calls)
             if part == "message":
                 whole = [
                     {k: v for k, v in one.items() if k != "index"} for one in whole
                 ]
-            written |= {"content": told.content or None, "tool_calls": whole}
+            written |= {"content": parsed.content or None, "tool_calls": whole}
         return written
 
     def _write_logprobs(
         self, new: Completion | Event, scored: Scored | None
     ) -> dict[str, Any] | None:
-        """Return the logprobs of new tokens, behind the prompt's if it is shown."""
+        """Return the logprobs of new tokens, after the prompt's if they are shown."""
         if self._logprobs is None:
             return None
-        told = []
+        shown = []
         if self._scored is not None and not self._is_begun:
-            told += self._logprobs.read_prompt(self._scored, self._shown_echo)
-        told += self._logprobs.read(new.tokens, new.logprobs, scored)
+            shown += self._logprobs.read_prompt(self._scored, self._shown_echo)
+        shown += self._logprobs.read(new.tokens, new.logprobs, scored)
         write = write_of_chat if self._is_chat else write_of_text
-        return write(self._served, told)
+        return write(self._served, shown)
 
 
 def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
-    """Return each call, joined from its parts, in the API's words."""
+    """Join the parts of each call, in the API's format."""
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         call = calls.setdefault(part.index, {"index": part.index, "function": {}})
@@ -281,56 +281,60 @@ def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
-def select_likely(texts: list[Completion], count: int) -> list[Completion]:
-    """Return so many, by the mean logprob of their tokens; all as they are."""
-    if count == len(texts):
-        return texts
+def select_likely(completions: list[Completion], count: int) -> list[Completion]:
+    """Return the `count` completions with the largest mean logprob, best first."""
+    if count == len(completions):
+        return completions
 
-    def measure(text: Completion) -> float:
-        return sum(text.logprobs) / len(text.tokens) if text.tokens else -float("inf")
+    def measure(completion: Completion) -> float:
+        return (
+            sum(completion.logprobs) / len(completion.tokens)
+            if completion.tokens
+            else -float("inf")
+        )
 
-    return sorted(texts, key=measure, reverse=True)[:count]
+    return sorted(completions, key=measure, reverse=True)[:count]
 
 
 def check_reason(reason: FinishReason) -> None:
-    """Refuse to tell of a text that was not ended by its model or its limit.
+    """Raise if generation ended by other causes than a stop or a length limit.
 
     Raises:
-        Refused: with the cause of the end.
+        Refused: for other causes.
     """
     if reason in REASONS:
         return
     if reason == FinishReason.NAN_LOGITS:
         raise Refused(
-            "the model's logits were not numbers (NaN): the text cannot go on",
+            "the model returned NaN logits; generation cannot continue",
             status=500,
             code="nan_logits",
         )
     if reason == FinishReason.CANCELLED:
-        raise Refused("the server is going down", status=503)
+        raise Refused("the server is shutting down", status=503)
     if reason == FinishReason.DEADLINE:
         raise refuse_overdue()
     if reason == FinishReason.NOTHING_ALLOWED:
         raise Refused(
-            "what the request asks for left its text no token: a language, min_tokens, "
-            "bad_words and allowed_token_ids together allow nothing",
+            "no token is allowed: the request's grammar, min_tokens, "
+            "bad_words and allowed_token_ids exclude all of them",
             code="nothing_allowed",
         )
     name = reason.name.lower()
-    raise Refused(f"the text ended: {name}", status=500, code=name)
+    raise Refused(f"generation ended: {name}", status=500, code=name)
 
 
 def refuse_overdue() -> Refused:
-    """Return the error of a request after its deadline."""
+    """Return the error of a timed-out request."""
     return Refused(
         "the text was not done within its timeout",
         status=504,
         code="deadline",
-        # Else OpenAI's client would ask again.
+        # Otherwise OpenAI's client would retry.
         headers={"x-should-retry": "false"},
     )
 
 
 def write_event(found: dict[str, Any]) -> str:
-    """Return a server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(found)}\n\n"

@@ -1,8 +1,8 @@
-"""The tools of a response's body, and the functions that stand for them in a chat.
+"""Convert the tools of a response's body into functions of a chat.
 
-The model can call functions. A custom tool, with any text as its input, is a function
-of one text, and the functions of a namespace are like others. Hosted tools, which the
-API's owner would run, are left out unless one must be called.
+A custom tool, which takes free text, becomes a function with one string argument.
+Functions of a namespace become ordinary functions. Hosted tools are omitted unless
+`tool_choice` requires a call, which is refused.
 """
 
 import json
@@ -18,13 +18,13 @@ INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-# Keys of a function that depend on nothing here.
+# Ignored keys of a function.
 _DROPPED = {"type", "defer_loading", "allowed_callers"}
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 
 
 class Origin(NamedTuple):
-    """A tool as the client knows it."""
+    """A tool as the client defined it."""
 
     name: str
     namespace: str | None = None
@@ -32,15 +32,15 @@ class Origin(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """Tools that a chat may call."""
+    """Tools of a chat."""
 
-    functions: list[dict[str, Any]]  # as chats have them
-    origins: dict[str, Origin]  # by the function's name
-    told: tuple[str, ...]  # warnings for the client
-    left: list[Any]  # the tools of the body that are not left out
+    functions: list[dict[str, Any]]  # in the format of a chat
+    origins: dict[str, Origin]  # by function name
+    warnings: tuple[str, ...]  # for the client
+    left: list[Any]  # tools of the body that are supported
 
     def find(self, origin: Origin) -> str:
-        """Return the name of a tool's function, of one that is not here its own."""
+        """Return the name of a tool's function; of an unknown tool, its own name."""
         names = {
             (each.name, each.namespace): name for name, each in self.origins.items()
         }
@@ -51,7 +51,7 @@ def read_offered(body: Mapping[str, Any]) -> Offered:
     """Return the tools of a body.
 
     Raises:
-        Refused: for invalid tools, and for hosted tools if one must be called.
+        Refused: for invalid tools, and for hosted tools if a call is required.
     """
     given = body.get("tools")
     given = [] if given is None else given
@@ -62,7 +62,7 @@ def read_offered(body: Mapping[str, Any]) -> Offered:
     for tool in given:
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(kind, str):
-            raise Refused("a tool is an object with a type", "tools")
+            raise Refused("a tool must be an object with a type", "tools")
         if kind == "namespace":
             hosted += _add_namespace(offered, tool)
         elif kind in ("function", "custom"):
@@ -73,22 +73,22 @@ def read_offered(body: Mapping[str, Any]) -> Offered:
         offered.left.append(tool)
     if hosted and body.get("tool_choice") not in (None, "auto", "none"):
         raise Refused(
-            f"tools of type {hosted[0][:60]!r} are not served: leave them out where "
-            f"tool_choice is not auto or none",
+            f"tools of type {hosted[0][:60]!r} are not supported unless "
+            f"tool_choice is auto or none; omit them",
             "tools",
         )
-    told = tuple(
-        f"tools of type {kind[:60]!r} are not served: the model is not told of them"
+    warnings = tuple(
+        f"tools of type {kind[:60]!r} are not supported: the model does not see them"
         for kind in dict.fromkeys(hosted)
     )
-    return offered._replace(told=told)
+    return offered._replace(warnings=warnings)
 
 
 def read_choice(given: Any, offered: Offered) -> Any:
-    """Return which tool is called, as chats have it.
+    """Return `tool_choice` in the format of a chat.
 
     Raises:
-        Refused: for a tool that is not here.
+        Refused: for a tool type that is not supported.
     """
     if not isinstance(given, Mapping):
         return given
@@ -101,7 +101,7 @@ def read_choice(given: Any, offered: Offered) -> Any:
     if given.get("type") not in ("function", "custom"):
         raise Refused(
             f"tool_choice: a tool of type {str(given.get('type'))[:60]!r} is not "
-            f"served; functions and custom tools are",
+            f"supported; use functions and custom tools",
             "tool_choice",
         )
     name, namespace = given.get("name"), given.get("namespace")
@@ -112,7 +112,7 @@ def read_choice(given: Any, offered: Offered) -> Any:
 
 
 def read_custom_input(arguments: str) -> str:
-    """Return the input of a custom tool, as far as it has come."""
+    """Return the input of a custom tool from possibly incomplete arguments."""
     begin = _BEGIN.match(arguments)
     if begin is None:
         return ""
@@ -123,10 +123,10 @@ def read_custom_input(arguments: str) -> str:
 
 
 def _add_namespace(offered: Offered, tool: Mapping[str, Any]) -> list[str]:
-    """Add the tools of a namespace; return the types that are left out."""
+    """Add the tools of a namespace; return the types of omitted tools."""
     name, tools = tool.get("name"), tool.get("tools")
     if not isinstance(name, str) or not isinstance(tools, list):
-        raise Refused("a tool of type namespace has a name and tools", "tools")
+        raise Refused("a tool of type namespace must have a name and tools", "tools")
     hosted = []
     for each in tools:
         kind = each.get("type") if isinstance(each, Mapping) else None

@@ -1,7 +1,7 @@
-"""From a body of `/v1/responses` to the fields of a chat.
+"""Convert a body of `/v1/responses` into the fields of a chat.
 
-Input items become messages: a call belongs to the assistant's message before it, and a
-tool's answer is a message of the role `tool`.
+Input items become messages. A tool call becomes part of the preceding assistant
+message, and a tool's output a message with the role `tool`.
 """
 
 import json
@@ -13,41 +13,41 @@ from ..mistakes import Refused
 from ..values import refuse_unknown
 from .offered import Offered, Origin, read_choice, read_offered
 
-_NOT_STORED = "is not served: nothing is stored; give the whole input"
+_NOT_STORED = "is not supported: nothing is stored; send the whole input"
 
-_OPEN = "is not served: an input is taken whole or refused"
+_OPEN = "is not supported: an input is never shortened"
 
 REFUSED = {
     "previous_response_id": Refusal(_NOT_STORED),
     "conversation": Refusal(_NOT_STORED),
-    "prompt": Refusal("is not served: there are no templates of prompts; give input"),
-    "background": Refusal("is not served: nothing is stored", (False,)),
-    "background_options": Refusal("is not served: nothing is stored"),
+    "prompt": Refusal("is not supported: there are no prompt templates; send input"),
+    "background": Refusal("is not supported: nothing is stored", (False,)),
+    "background_options": Refusal("is not supported: nothing is stored"),
     "context_management": Refusal(_OPEN, ([],)),
-    # Nothing is cut of an input that has room.
+    # Inputs that fit the context are never truncated.
     "truncation": Refusal(_OPEN, ("disabled", "auto")),
-    "moderation": Refusal("is not served: nothing is moderated"),
-    "image": Refusal("is not served: the model reads and writes text"),
-    "access_programs": Refusal("is not served"),
+    "moderation": Refusal("is not supported: the server does not moderate"),
+    "image": Refusal("is not supported: the model reads and writes text only"),
+    "access_programs": Refusal("is not supported"),
     **OF_CACHED_PROMPTS,
 }
 
-# Fields of chats that a response has, too, in these words or in its own.
+# Supported fields of chats, and the endpoint's own.
 _OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "include")
-# Nothing depends on the first; no tool is called here, so any number will do.
+# Accepted without an effect; the server calls no tools.
 _DROPPED = ("client_metadata", "max_tool_calls")
 _NOT_HERE = {"messages", "max_tokens", "max_completion_tokens", "n", "logprobs"}
 _NOT_HERE |= {"response_format", "reasoning_effort", "stream_options"}
 SERVED = (SERVED_OF_CHATS - _NOT_HERE) | {*_OWN, *_DROPPED, "stream_options"}
 
-# Names of chat fields here.
+# Chat fields, and the names of their sources here.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 NAMES |= {"response_format": "text", "reasoning_effort": "reasoning"}
 NAMES |= {"response_format.json_schema": "text"}
 
 LOGPROBS = "message.output_text.logprobs"
-# The values allowed in `include`: the others have no effect, since thoughts are not
-# hidden and nothing is called here.
+# Supported values of `include`. Only LOGPROBS has an effect: reasoning is never hidden,
+# and the server calls no tools.
 INCLUDED = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -59,8 +59,8 @@ INCLUDED = (
     "message.input_image.image_url",
 )
 
-# Items of a history that are not for the model: their findings appear elsewhere, or are
-# for their maker alone. A call of these that has a `call_id` is one like others.
+# Items of a history that are dropped: hosted tools and client metadata. With a
+# `call_id` they are ordinary calls.
 SKIPPED = (
     *("web_search_call", "file_search_call", "code_interpreter_call"),
     *("image_generation_call", "computer_call", "mcp_call", "tool_search_call"),
@@ -74,7 +74,7 @@ OF_A_CALL = {"id", "type", "status", "call_id", "created_by", "namespace", "call
 
 
 def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat that asks for the same.
+    """Return the equivalent fields of a chat.
 
     Raises:
         Refused: for an unsupported field, by its name.
@@ -83,7 +83,7 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body.get("client_metadata"), Mapping | None):
         raise Refused("client_metadata must be an object", "client_metadata")
     offered = read_offered(body)
-    # A response always has its token counts: `stream_options` have no effect.
+    # A response always has token counts, so `stream_options` has no effect.
     own = {*_OWN, *_DROPPED, *REFUSED, "stream_options", "tools", "tool_choice"}
     fields = {n: v for n, v in body.items() if n not in own and v is not None}
     messages = _read_instructions(body) + _read_input(body.get("input"), offered)
@@ -103,32 +103,32 @@ def list_warnings(body: Mapping[str, Any]) -> list[str]:
     """Return warnings for the client about accepted fields that have no effect."""
     text = body.get("text")
     verbosity = text.get("verbosity") if isinstance(text, Mapping) else None
-    told = [*read_offered(body).told]
+    warnings = [*read_offered(body).warnings]
     if verbosity not in (None, "medium"):
-        told.append("text.verbosity is not served: ask for it in the input")
-    return told
+        warnings.append("text.verbosity has no effect: ask for it in the input")
+    return warnings
 
 
 def _read_instructions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    said = body.get("instructions")
-    if said is None:
+    instructions = body.get("instructions")
+    if instructions is None:
         return []
-    if not isinstance(said, str):
-        raise Refused("instructions must be a text", "instructions")
-    return [{"role": "system", "content": said}]
+    if not isinstance(instructions, str):
+        raise Refused("instructions must be a string", "instructions")
+    return [{"role": "system", "content": instructions}]
 
 
 def _read_input(given: Any, offered: Offered) -> list[dict[str, Any]]:
-    """Return the messages of an input: a text, or a list of items."""
+    """Return the messages of an input, a string or a list of items."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise Refused("input must be a text or a list of items", "input")
+        raise Refused("input must be a string or a list of items", "input")
     messages: list[dict[str, Any]] = []
     thoughts = ""
     for item in given:
         if not isinstance(item, Mapping):
-            raise Refused("an item of input is an object", "input")
+            raise Refused("an item of input must be an object", "input")
         kind = str(item.get("type") or "message")
         if kind in ("reasoning", "reasoning_text"):
             thoughts += _read_thoughts(item)
@@ -146,14 +146,14 @@ def _read_input(given: Any, offered: Offered) -> list[dict[str, Any]]:
             messages.append(message)
         elif kind == "item_reference":
             raise Refused(
-                "an item of type 'item_reference' is not served: nothing is stored; "
-                "give the item itself (store=false)",
+                "an item of type 'item_reference' is not supported: nothing is stored; "
+                "send the item itself (store=false)",
                 "input",
             )
         elif kind not in SKIPPED:
             raise Refused(
-                f"an item of type {kind[:60]!r} is not served; messages, calls of "
-                "tools and their outputs are",
+                f"an item of type {kind[:60]!r} is not supported; input may have "
+                "messages, tool calls and their outputs",
                 "input",
             )
         if thoughts and messages and messages[-1]["role"] == "assistant":
@@ -163,21 +163,21 @@ def _read_input(given: Any, offered: Offered) -> list[dict[str, Any]]:
 
 
 def _last_of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message that a call belongs to."""
+    """Return the last assistant message, appended if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None, "tool_calls": []})
     return messages[-1]
 
 
 def _read_call(item: Mapping[str, Any], kind: str, offered: Offered) -> dict[str, Any]:
-    """Return a call as chats have it, its arguments as JSON."""
+    """Return a call in the format of a chat, with JSON arguments."""
     name, arguments = item.get("name"), item.get("arguments")
     if kind == "custom_tool_call":
         arguments = json.dumps({"input": item.get("input")})
     elif kind != "function_call":
         name = kind.removesuffix("_call")
-        told = {k: v for k, v in item.items() if k not in OF_A_CALL}
-        arguments = json.dumps(told)
+        rest = {k: v for k, v in item.items() if k not in OF_A_CALL}
+        arguments = json.dumps(rest)
     if isinstance(name, str):
         name = offered.find(Origin(name, item.get("namespace")))
     function = {"name": name, "arguments": arguments}
@@ -197,13 +197,13 @@ def _read_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_thoughts(item: Mapping[str, Any]) -> str:
-    """Return the model's thoughts, as far as they were shown."""
+    """Return the text of a reasoning item."""
     parts = [*(item.get("content") or []), *(item.get("summary") or [])]
     return "".join(p.get("text") or "" for p in parts if isinstance(p, Mapping))
 
 
 def _read_text(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of the answer."""
+    """Return the response format."""
     given = body.get("text")
     if given is None:
         return {}
@@ -235,5 +235,5 @@ def _read_include(body: Mapping[str, Any]) -> list[Any]:
     given = body.get("include")
     given = [] if given is None else given
     if not isinstance(given, list) or any(each not in INCLUDED for each in given):
-        raise Refused(f"include takes {', '.join(INCLUDED)}", "include")
+        raise Refused(f"include must list only {', '.join(INCLUDED)}", "include")
     return given

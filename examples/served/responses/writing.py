@@ -1,6 +1,6 @@
-"""From the result of a text to a response, whole or as the events of a stream.
+"""Write the reply of `/v1/responses`, whole or as a stream of events.
 
-A response has a message, where the text is free, and an item for each call.
+A response has one message for free text and one item per tool call.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from ..replying.replies import Choice, write_event
 from .offered import Origin, read_custom_input, read_offered
 from .reading import list_warnings
 
-# Fields of a body that its response repeats, with their defaults.
+# Fields of a body that are repeated in its response, with defaults.
 REPEATED = {
     "instructions": None,
     "metadata": {},
@@ -37,10 +37,10 @@ REPEATED = {
 
 @dataclasses.dataclass
 class Item:
-    """A message or a call, as far as it has come."""
+    """A message or a tool call, possibly incomplete."""
 
-    place: int  # in the output
-    name: str  # its id
+    place: int  # index in the output
+    name: str  # id
     text: str = ""  # of the message, or a call's arguments
     logprobs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     call: CallPart | None = None  # the first part of a call
@@ -48,11 +48,11 @@ class Item:
 
     @property
     def is_custom(self) -> bool:
-        """True if it calls a custom tool."""
+        """True for a call of a custom tool."""
         return self.origin is not None and self.origin.is_custom
 
     def write(self, status: str) -> dict[str, Any]:
-        """Return it in the API's words."""
+        """Return the item in the API's format."""
         if self.call is not None and self.origin is not None:
             namespace = self.origin.namespace
             called = {"call_id": self.call.id, "name": self.origin.name}
@@ -79,11 +79,11 @@ class Item:
 
     @property
     def input(self) -> str:
-        """The input of a custom tool."""
+        """Input of a custom tool."""
         return read_custom_input(self.text)
 
     def write_part(self) -> dict[str, Any]:
-        """Return the text of a message."""
+        """Return the message's text as a content part."""
         return {
             "type": "output_text",
             "text": self.text,
@@ -93,7 +93,7 @@ class Item:
 
 
 class ResponseReply:
-    """A response, with the methods of `Reply`."""
+    """A response, with the interface of `Reply`."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class ResponseReply:
         shown: Shown,
     ):
         self._body, self._served = body, served
-        told = [*parsed.warn(served).get("warnings", []), *list_warnings(body)]
-        self._warnings = {"warnings": told} if told else {}
+        warnings = [*parsed.warn(served).get("warnings", []), *list_warnings(body)]
+        self._warnings = {"warnings": warnings} if warnings else {}
         self._offered = read_offered(body)
         self._used = {
             "temperature": parsed.request.sampling.temperature,
@@ -148,7 +148,7 @@ class ResponseReply:
         )
 
     def write_piece(self, index: int, event: Event) -> str:
-        """Return the events of a part."""
+        """Return the events of a new part."""
         del index
         return "".join(self._take(event))
 
@@ -159,15 +159,15 @@ class ResponseReply:
 
     def write_failure(self, error: Mapping[str, Any]) -> str:
         """Return the last event of a stream that failed."""
-        told = {"code": "server_error", "message": error["error"]["message"]}
-        failed = self._write("failed") | {"error": told}
+        described = {"code": "server_error", "message": error["error"]["message"]}
+        failed = self._write("failed") | {"error": described}
         return self._event("response.failed", response=failed)
 
     def _take(self, new: Completion | Event) -> Iterator[str]:
-        """Take a new piece; yield its events."""
+        """Process a new part; yield its events."""
         scored = None
         if self.is_scored and self._served.scorer is not None:
-            (scored,) = self._served.scorer.score([self._choice.text_before(new)])
+            (scored,) = self._served.scorer.score([self._choice.tokens_before(new)])
         written = self._choice.write(new, "delta", scored)
         self._num_new += len(new.tokens)
         self._num_cached = new.cached_tokens
@@ -210,7 +210,7 @@ class ResponseReply:
         if function["arguments"]:
             item.text += function["arguments"]
             if item.is_custom:
-                return  # its input is written whole, at the end
+                return  # the input is sent at the end
             yield self._of_item(
                 "response.function_call_arguments.delta",
                 item,
@@ -252,15 +252,15 @@ class ResponseReply:
 
     @property
     def _status(self) -> str:
-        """The API's word for how the text ended."""
+        """The API's status of the finished response."""
         is_whole = self._reason == FinishReason.STOP
         return "completed" if is_whole else "incomplete"
 
     def _write(self, status: str) -> dict[str, Any]:
-        """Return the response as it is now."""
+        """Return the response in its current state."""
         is_begun = status == "in_progress"
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        said = {name: self._body.get(name) for name in REPEATED}
+        repeated = {name: self._body.get(name) for name in REPEATED}
         return {
             "id": self._name,
             "object": "response",
@@ -277,7 +277,7 @@ class ResponseReply:
             "service_tier": "default",
             "truncation": "disabled",
             **self._used,
-            **{n: REPEATED[n] if v is None else v for n, v in said.items()},
+            **{n: REPEATED[n] if v is None else v for n, v in repeated.items()},
             **self._warnings,
         }
 
@@ -304,5 +304,5 @@ class ResponseReply:
         return self._of_item(kind, item, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
-        told = {"type": kind, "sequence_number": next(self._numbers), **fields}
-        return f"event: {kind}\n{write_event(told)}"
+        event = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return f"event: {kind}\n{write_event(event)}"

@@ -1,24 +1,19 @@
-"""The text every Python installation carries, as documents with a fixed split.
+"""Corpus of the documentation in every Python installation, with a fixed split.
 
-The language reference topics of `pydoc_data.topics` (what `help("with")` prints), and
-the docstrings of the standard library: of its source files, read with `ast` so that
-nothing is imported, and of the C modules in every build. A topic is one document, and
-so is a module: its docstring, then each documented class and function, much as `help`
-shows them. Whole modules make documents long enough to fill a context of thousands of
-tokens.
+The corpus has the language reference topics of `pydoc_data.topics` (the output of
+`help("with")`) and the docstrings of the standard library: of source files, parsed with
+`ast` without importing them, and of C modules that every build contains. A document is
+a topic, or a module's docstring followed by its documented classes and functions, as in
+`help`. Whole modules are long enough to fill a context of thousands of tokens.
 
-The same text appears many times (the topic "compound" contains the topic "with",
-`_pydecimal` repeats `decimal`), and a held-out document must not have been trained on
-under another name. So a paragraph of `MIN_REPEATED` characters or more is kept where it
-first occurs and nowhere else: topics from the longest to the shortest, then modules.
+Text repeats across documents (the topic "compound" contains the topic "with",
+`_pydecimal` repeats `decimal`), and held-out text must not occur in training. So a
+paragraph of at least `MIN_REPEATED` characters is kept only where it first occurs:
+topics from longest to shortest, then modules.
 
-The split hashes the subject ("json.decoder"), not the text: a document edited between
-two Python versions stays on its side, so a model trained with one version can be
+The split hashes the subject ("json.decoder"), not the text. A document that changes
+between Python versions stays on its side, so a model trained with one version can be
 evaluated with another.
-
-    PYTHONPATH=. python examples/corpus.py
-
-prints the number and the size of the documents on each side.
 """
 
 import ast
@@ -32,17 +27,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from generating.arguments import Parser
-from generating.exiting import errors_in_one_line
-
 # One document in ten is held out.
 HELD_OUT_ONE_IN = 10
-# Shorter documents are mostly a heading.
+# Shorter documents consist mainly of a heading.
 MIN_CHARACTERS = 200
-# Shorter paragraphs repeat because the language does ("Return self.").
+# Shorter paragraphs repeat legitimately ("Return self.").
 MIN_REPEATED = 60
-# Tests, demonstrations, vendored wheels, tables of codecs and Windows installers, and
-# the configuration of this very build: little prose in any of them.
+# Tests, demos, vendored wheels, codec tables, Windows installers and build settings:
+# folders with little prose.
 SKIPPED_FOLDERS = {
     "__phello__",
     "encodings",
@@ -56,7 +48,7 @@ SKIPPED_FOLDERS = {
     "tests",
     "turtledemo",
 }
-# The same on every platform, and enough prose to be worth importing.
+# Available on all platforms, with enough prose.
 COMPILED_MODULES = """
     builtins sys itertools math cmath time gc array marshal _io _thread _datetime
     _collections _functools _operator _csv _pickle _random _struct _weakref
@@ -75,14 +67,14 @@ class Document(NamedTuple):
 
 
 def split() -> tuple[list[Document], list[Document]]:
-    """Return the documents to train on and the documents held out, in a fixed order."""
+    """Return the training documents and the held-out documents, in a fixed order."""
     documents = load()
     trained = [document for document in documents if not document.held_out]
     return trained, [document for document in documents if document.held_out]
 
 
 def load() -> list[Document]:
-    """Return every document of this Python installation, each paragraph once."""
+    """Return all documents of this Python installation, each paragraph once."""
     seen: set[str] = set()
     documents = []
     for subject, text in (*_topics(), *_compiled_modules(), *_source_modules()):
@@ -93,7 +85,7 @@ def load() -> list[Document]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Split at blank lines, keeping the indentation that carries the meaning."""
+    """Split at blank lines; keep indentation, which has meaning in Python."""
     return [p.strip("\n") for p in text.split("\n\n") if p.strip()]
 
 
@@ -112,11 +104,11 @@ def _compiled_modules() -> Iterator[Document]:
 
 
 def _describe_object(thing: object) -> Iterator[str]:
-    """Yield the docstring of `thing` and of its members, as `_describe` does."""
-    if isinstance(thing.__doc__, str):  # a class may keep a descriptor there
+    """Yield the docstrings of `thing` and its members, as `_describe` does."""
+    if isinstance(thing.__doc__, str):  # a class may have a descriptor
         yield inspect.cleandoc(thing.__doc__)
     for name, member in sorted(vars(thing).items()):
-        if name.endswith("hook"):  # programs replace these, and `sys` keeps the first
+        if name.endswith("hook"):  # programs replace hooks; `sys` keeps the original
             member = vars(thing).get(f"__{name}__", member)
         if inspect.isclass(member):
             heading, inner = f"class {name}", _describe_object(member)
@@ -142,17 +134,17 @@ def _source_modules() -> Iterator[Document]:
 
 def _describe_module(path: Path) -> str:
     with warnings.catch_warnings():
-        # Old escapes in old sources are not ours to report.
+        # Ignore warnings about invalid escapes in old sources.
         warnings.simplefilter("ignore")
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
-            return ""  # templates and fixtures that are not Python of this version
+            return ""  # templates, or syntax of other Python versions
     return "\n\n".join(_describe(tree))
 
 
 def _describe(node: ast.AST) -> Iterator[str]:
-    """Yield the docstring of `node` and of its members, each under its heading."""
+    """Yield the docstrings of `node` and its members, each under its heading."""
     if isinstance(node, ast.Module):
         if docstring := ast.get_docstring(node):
             yield docstring
@@ -163,7 +155,7 @@ def _describe(node: ast.AST) -> Iterator[str]:
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             pass
         elif isinstance(child, ast.If | ast.Try | ast.With):
-            yield from _describe(child)  # definitions under a condition
+            yield from _describe(child)  # conditional definitions
             continue
         else:
             continue
@@ -182,7 +174,7 @@ def _heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str
 
 
 def _without_repeats(text: str, seen: set[str]) -> str:
-    """Drop the paragraphs of `text` that are in `seen`, and add the others to it."""
+    """Remove paragraphs that are in `seen`; add the others to it."""
     kept = []
     for paragraph in paragraphs(inspect.cleandoc(text.expandtabs())):
         key = " ".join(paragraph.split())
@@ -192,15 +184,3 @@ def _without_repeats(text: str, seen: set[str]) -> str:
             seen.add(key)
         kept.append(paragraph)
     return "\n\n".join(kept)
-
-
-def main() -> None:
-    Parser(__doc__).parse_args()
-    for side, documents in zip(("trained", "held out"), split(), strict=True):
-        size = sum(len(document.text.encode()) for document in documents)
-        print(f"{side}: {len(documents)} documents, {size:,} bytes")
-
-
-if __name__ == "__main__":
-    with errors_in_one_line():
-        main()

@@ -1,14 +1,11 @@
-"""The model that `train_pydoc.py` trains: a Llama in plain JAX, and how good it is.
+"""Llama in plain JAX for `train_pydoc.py`, and its evaluation.
 
-A forward pass without a cache, dense causal attention over whole windows, as training
-and the measurement of perplexity want it. (`pretrained` reads the same checkpoint and
-decodes with a cache.) `measure` writes the last part of the model card; to measure the
-bundled checkpoint again:
-
-    python examples/pydoc_model.py
+The forward pass has dense causal attention over whole windows and no cache, as training
+and evaluation need. (`pretrained` loads the same checkpoint and decodes with a cache.)
+`measure` writes the last section of the model card.
 
 Dimension letters: `B` sequences, `T` tokens, `V` the vocabulary, `K` key/value heads,
-`G` query heads that share each of them, `D` the head dimension.
+`G` query heads per key/value head, `D` the head dimension.
 """
 
 import math
@@ -17,18 +14,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from generating.arguments import Parser
-from generating.exiting import answering_errors, errors_in_one_line
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-FOLDER = Path(__file__).parent / "models" / "pydoc"
-# Before and after every document.
+from . import corpus
+
+FOLDER = Path(__file__).parents[1] / "models" / "pydoc"
+# Separates documents.
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,13 +47,13 @@ CONFIG = {
     "eos_token_id": 0,
     "torch_dtype": "float16",
 }
-# Queries are taken in chunks, so that the masked half of the scores is never computed.
+# Attention runs over chunks of queries, to skip masked keys after each chunk.
 QUERY_CHUNK = 256
 PROMPTS = ('The "with" statement', "Return a list of")
 SAMPLE_TOKENS, SAMPLE_SEED = 120, 0
 MARKER = "## Measured"
 
-Params = dict[str, jax.Array]  # f32, named and shaped [out, in] as Hugging Face does
+Params = dict[str, jax.Array]  # f32, names and shapes [out, in] as in Hugging Face
 
 
 def init_params(key: jax.Array, config: dict = CONFIG) -> Params:
@@ -83,8 +79,8 @@ def init_params(key: jax.Array, config: dict = CONFIG) -> Params:
     for (name, shape), k in zip(
         shapes.items(), jax.random.split(key, len(shapes)), strict=True
     ):
-        # Additions to the residual stream start smaller, so that it does not grow with
-        # depth (Radford et al., 2019, section 2.3).
+        # Smaller initial weights for additions to the residual stream, so that it does
+        # not grow with depth (Radford et al., 2019, section 2.3).
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         scale = 0.02 / math.sqrt(2 * config["num_hidden_layers"]) if residual else 0.02
         params[name] = (
@@ -96,9 +92,9 @@ def init_params(key: jax.Array, config: dict = CONFIG) -> Params:
 
 
 def forward(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the logits f32[B, T, V] of tokens i32[B, T], each over its own past.
+    """Return the logits f32[B, T, V] of tokens i32[B, T], with causal attention.
 
-    Any width and number of layers; the heads have the sizes of `CONFIG`.
+    Any width and number of layers is supported; heads have the sizes of `CONFIG`.
     """
     x = params["model.embed_tokens.weight"][tokens]
     for layer in range(sum(name.endswith("input_layernorm.weight") for name in params)):
@@ -141,7 +137,7 @@ def _attention(h: jax.Array, weights: Callable[[str], jax.Array]) -> jax.Array:
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-    """Rotate pairs (i, i + D/2) of x f32[B, T, heads, D] by their position."""
+    """Apply RoPE to pairs (i, i + D/2) of x f32[B, T, heads, D]."""
     half = x.shape[-1] // 2
     frequencies = CONFIG["rope_theta"] ** -(np.arange(half) / half)
     angles = np.arange(x.shape[1])[:, None] * frequencies
@@ -151,13 +147,13 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 def token_losses(params: Params, windows: jax.Array) -> jax.Array:
-    """Return the negative log-likelihood, f32[B, T], of all tokens but the first."""
+    """Return the negative log-likelihood of all tokens but the first, f32[B, T]."""
     logits = forward(params, windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
 
 def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> list[np.ndarray]:
-    """Return the tokens of each document, i32[T], the end-of-text token first."""
+    """Return the tokens of each document, i32[T], after an end-of-text token."""
     encoded = tokenizer.encode_batch([document.text for document in documents])
     return [np.array([END_OF_TEXT_ID, *e.ids], np.int32) for e in encoded]
 
@@ -165,11 +161,11 @@ def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> list[np.nd
 def evaluate(
     params: Params, documents: list[np.ndarray], context: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the summed loss, and the number of tokens, by position, both [context].
+    """Return the summed loss and the number of tokens by position, both [context].
 
-    Each document is cut into windows of `context` tokens, read one by one: the context
-    of a token is the part of its window before it, never another document. Counted are
-    all tokens of a document and the end-of-text token after it.
+    Each document is cut into windows of `context` tokens, evaluated one by one: the
+    context of a token is the preceding part of its window. The counted tokens are those
+    of the document and the end-of-text token after it.
     """
     losses, counts = np.zeros(context), np.zeros(context, int)
     measure = jax.jit(token_losses)
@@ -187,7 +183,7 @@ def evaluate(
 def generate(
     params: Params, tokenizer: Tokenizer, prompt: str, temperature: float
 ) -> str:
-    """Continue `prompt`, without a cache: samples are short and rarely made."""
+    """Generate without a cache, since samples are short and few."""
     tokens = tokenizer.encode(prompt).ids
     size = len(tokens) + SAMPLE_TOKENS
     last_logits = jax.jit(lambda params, window, n: forward(params, window)[0, n - 1])
@@ -196,10 +192,10 @@ def generate(
         window = np.array([tokens + [0] * (size - len(tokens))], np.int32)
         logits = np.asarray(last_logits(params, window, np.int32(len(tokens))))
         if temperature:
-            # The largest of logits plus Gumbel noise is a sample of their softmax.
+            # Gumbel-max sampling.
             logits = logits / temperature + rng.gumbel(size=logits.shape)
         tokens.append(int(logits.argmax()))
-    return tokenizer.decode(tokens)  # without the special tokens
+    return tokenizer.decode(tokens)  # without special tokens
 
 
 def load(folder: Path) -> tuple[Params, Tokenizer]:
@@ -209,7 +205,7 @@ def load(folder: Path) -> tuple[Params, Tokenizer]:
 
 
 def measure(folder: Path) -> Iterator[str]:
-    """Yield the model card's last part: perplexities and text, as they come out."""
+    """Yield the model card's last section in parts: perplexities and samples."""
     params, tokenizer = load(folder)
     _, held_out = corpus.split()
     num_bytes = sum(len(document.text.encode()) for document in held_out)
@@ -242,24 +238,9 @@ def measure(folder: Path) -> Iterator[str]:
 
 
 def write_card(folder: Path) -> str:
-    """Measure, and replace the part of the model card below `MARKER`."""
+    """Evaluate, and replace the section of the model card after `MARKER`."""
     text = "".join(measure(folder))
     card = folder / "README.md"
     above = card.read_text().partition(MARKER)[0] if card.exists() else ""
     card.write_text(f"{above}{MARKER}\n\n{text}")
     return text
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--model", type=Path, default=FOLDER, help="a folder to measure"
-    )
-    options = parser.parse_args()
-    with answering_errors():
-        print(write_card(options.model))
-
-
-if __name__ == "__main__":
-    with errors_in_one_line():
-        main()

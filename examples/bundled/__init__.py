@@ -1,0 +1,1 @@
+"""The bundled model: corpus, forward pass, training and evaluation."""

@@ -1,0 +1,85 @@
+"""Readers of published drafters: `load_drafter` returns one of `jkv.drafters`.
+
+    model, params = pretrained.load("target")
+    config = model.cache_config(4096, max_sequences=8)
+    drafter = load_drafter("drafter", "target", model, params, config)
+    cache = jkv.init(jkv.with_drafter(config, drafter))
+
+`assistant.py` reads Gemma 4's assistants, `eagle3.py` EAGLE-3 heads (in the forms of
+speculators and of SGLang), `multi_token.py` the MTP layer in a target's own checkpoint,
+and `block.py` DFlash and DSpark drafters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jkv
+
+from ..config import read_config
+from ..gguf_reading import find_folder
+from ..model import Decoder
+from ..settings import read_json
+from .assistant import read_assistant
+from .block import read_block
+from .eagle3 import read_eagle3
+from .multi_token import read_multi_token
+from .sizes import Target
+
+__all__ = ["load_drafter"]
+
+BLOCKS = "dflash", "dspark"
+
+
+def load_drafter(
+    folder: str | Path | None,
+    model: Decoder,
+    params: dict[str, Any],
+    config: jkv.CacheConfig | jkv.GroupedConfig,
+    *,
+    target: str | Path | None = None,
+    num_tokens: int | None = None,
+) -> jkv.Drafter:
+    """Read a drafter for a target.
+
+    Args:
+        folder: a checkpoint of a drafter, or of a small model with the target's
+            vocabulary; None for the MTP layer in the target's own checkpoint.
+        model: the target.
+        params: its parameters; the drafter shares embeddings and output projection.
+        config: the sizes of the target's cache.
+        target: the target's checkpoint, for an MTP layer.
+        num_tokens: draft tokens of a step; None is the checkpoint's, or a default.
+
+    Raises:
+        ValueError: for another kind of checkpoint, or one for another target.
+    """
+    given = Target(model, params, config)
+    if folder is None:
+        if target is None:
+            raise ValueError("pass the folder of a drafter or of the target")
+        return read_multi_token(Path(target), given, num_tokens)
+    path = find_folder(folder)
+    raw = read_json(path / "config.json")
+    kind = raw.get("speculators_model_type") or raw.get("model_type")
+    names = " ".join(map(str, raw.get("architectures") or ()))
+    if kind == "gemma4_assistant":
+        return read_assistant(path, raw, given, num_tokens)
+    if kind == "eagle3" or "Eagle3" in names:
+        return read_eagle3(path, raw, given, num_tokens)
+    if "target_layer_ids" in raw or "dflash_config" in raw or kind in BLOCKS:
+        return read_block(path, raw, given, num_tokens)
+    drafting = Decoder(read_config(path))
+    from ..checkpoint import read_params
+
+    own = drafting.cache_config(
+        config.max_context_length,
+        max_sequences=config.max_sequences,
+        block_size=config.block_size,
+        dtype=given.dtype,
+    )
+    return jkv.DraftModel(
+        model=drafting,
+        params=read_params(path, drafting.config),
+        config=own,
+        num_tokens=num_tokens or 4,
+    )

@@ -1,0 +1,195 @@
+"""DFlash and DSpark drafters: layers of Qwen 3 that draft a block in one pass.
+
+A row of the cache is projected from the target's hidden states; rows of the block are
+embeddings of the newest token and of mask tokens, which attend to each other both ways.
+DSpark adds a bias by the token before each draft token, a product of two matrices. The
+forms of checkpoints: z-lab's and SpecForge's, served by SGLang, and speculators'.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+from jkv.drafters import Block
+
+from ..attention import write_keys
+from ..config import DecoderConfig, parse_config
+from ..layers import multiply, norm
+from ..model import Decoder, find_logits, stack_turns
+from ..tensors import layer_tensors
+from .draft_vocabulary import spread_logits
+from .sizes import Target
+from .tensors import Checkpoint
+
+MARKOV = "markov_head.markov_w"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRows:
+    """The pass over a block, a `jkv.drafters.BlockReader`.
+
+    decoder: the drafter's layers.
+    target: settings of the target, whose embeddings and output projection it uses.
+    """
+
+    decoder: Decoder
+    target: DecoderConfig
+
+    def __call__(
+        self,
+        params: dict[str, Any],
+        tokens: jax.Array,
+        cache: jkv.Cache,
+        batch: jkv.Batch,
+    ) -> tuple[jax.Array, jkv.Cache]:
+        """Compute a block's rows."""
+        rows = jnp.take(params["target"]["embedding"], tokens, axis=0, mode="clip")
+        rows = rows * self.target.embedding_scale
+        rows, cache, _ = self.decoder.run_layers(params, rows, cache, batch)
+        rows = norm(self.decoder.config, rows, params, "final_norm")
+        if "draft_tokens" not in params:
+            return find_logits(self.target, params["target"], rows), cache
+        logits = multiply(rows, params["head"], jnp.float32)
+        return spread_logits(params, logits, self.target.vocab_size), cache
+
+
+def add_bias(params: dict[str, Any], logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Add the biases of the tokens after `tokens`, DSpark's Markov head."""
+    before = jnp.take(params["markov_in"], tokens, axis=0, mode="clip")
+    biases = multiply(before, params["markov_out"], jnp.float32)
+    if "draft_tokens" in params:
+        return logits.at[:, params["draft_tokens"]].add(biases)
+    return logits + biases
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockKeys:
+    """The keys of accepted rows, from the target's hidden states.
+
+    config: the drafter's settings.
+    """
+
+    config: DecoderConfig
+
+    def __call__(
+        self,
+        params: dict[str, Any],
+        hidden: jax.Array,
+        cache: jkv.Cache,
+        batch: jkv.Batch,
+    ) -> jkv.Cache:
+        """Write the rows' keys in every layer."""
+        config, matrix = self.config, params["join"]
+        rows = multiply(hidden.astype(matrix.dtype), matrix)
+        rows = norm(config, rows, params, "join_norm")
+        every = stack_turns(config, batch)
+        for layer, weights in enumerate(params["layers"]):
+            own = {name: array[0] for name, array in weights.items()}
+            turns = tuple(each[config.turn_kinds[layer]] for each in every)
+            cache = write_keys(config, own, rows, turns, cache, layer, batch)
+        return cache
+
+
+def read_block(
+    folder: Path, raw: Mapping[str, Any], target: Target, num_tokens: int | None
+) -> Block:
+    """Read a DFlash drafter for its target.
+
+    Raises:
+        ValueError: for a checkpoint of another kind, or for another target.
+    """
+    own = target.model.config
+    settings = dict(raw)
+    for name in ("dflash_config", "dspark_config"):
+        settings |= raw.get(name) or {}
+    layer_config = dict(raw.get("transformer_layer_config") or raw)
+    layer_config.pop("architectures", None)
+    layer_config |= {"vocab_size": own.vocab_size, "tie_word_embeddings": False}
+    if layer_config.get("model_type") not in ("llama", "qwen3"):
+        layer_config["model_type"] = "qwen3"
+    config = parse_config(layer_config)
+    target.check_hidden_size(config.hidden_size)
+    is_speculators = "aux_hidden_state_layer_ids" in settings
+    if is_speculators:
+        aux_layers = tuple(settings["aux_hidden_state_layer_ids"])
+        if any(config.windows) and not settings.get("sliding_window_non_causal"):
+            raise ValueError(
+                "config.json: sliding_window_non_causal must be true, as rows of a "
+                "block attend to each other both ways in every layer"
+            )
+    else:
+        # Inputs of the layers after the named ones.
+        aux_layers = tuple(layer + 1 for layer in settings["target_layer_ids"])
+    target.check_layers(aux_layers)
+    files = Checkpoint(folder, target.params["embedding"].dtype)
+    files.ignore("embed_tokens.weight", "verifier_norm.weight", "t2d")
+    files.ignore("verifier_lm_head.weight")
+    files.ignore("confidence_head.proj.weight", "confidence_head.proj.bias")
+    hidden = config.hidden_size
+    names = ("fc.weight", "hidden_norm.weight")
+    if "encoder.fc.weight" in files:
+        names = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
+    params: dict[str, Any] = files.read_all(
+        dict(
+            join=(names[0], (hidden, len(aux_layers) * hidden)),
+            join_norm=(names[1], (hidden,)),
+            final_norm=("norm.weight", (hidden,)),
+        )
+    )
+    params["layers"] = [
+        {
+            name: files.read(f"layers.{layer}.{source.name}", source.stored)[None]
+            for name, source in layer_tensors(config, run).items()
+        }
+        for layer, run in enumerate(config.runs)
+    ]
+    num_drafted = settings.get("draft_vocab_size") or own.vocab_size
+    if num_drafted != own.vocab_size:
+        params["draft_tokens"] = files.read_draft_tokens(num_drafted)
+        params["head"] = files.read("lm_head.weight", (num_drafted, hidden))
+    else:
+        files.ignore("lm_head.weight", "d2t")  # the target's
+    follow = None
+    if rank := _find_rank(settings, files):
+        params["markov_in"] = files.read(f"{MARKOV}1.weight", (own.vocab_size, rank))
+        params["markov_out"] = files.read(f"{MARKOV}2.weight", (num_drafted, rank))
+        follow = add_bias
+    files.finish()
+    shared = ("embedding", "head", "head_bias")
+    params["target"] = {n: target.params[n] for n in shared if n in target.params}
+    # In DSpark's own form the newest token's row drafts, too; speculators' says so.
+    is_native = follow is not None and not is_speculators
+    from_newest = bool(settings.get("sample_from_anchor", is_native))
+    return Block(
+        reader=BlockRows(Decoder(config), own),
+        write=BlockKeys(config),
+        params=params,
+        config=target.size_layers(config),
+        aux_layers=aux_layers,
+        mask_token=int(settings["mask_token_id"]),
+        num_tokens=num_tokens or settings["block_size"] - (not from_newest),
+        from_newest=from_newest,
+        follow=follow,
+    )
+
+
+def _find_rank(settings: Mapping[str, Any], files: Checkpoint) -> int:
+    """Return the rank of a Markov head, 0 for none.
+
+    Raises:
+        ValueError: for another kind than published drafters have.
+    """
+    if f"{MARKOV}1.weight" not in files:
+        return 0
+    kind = settings.get("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        raise ValueError(
+            f"config.json: markov_head_type must be 'vanilla', the kind of published "
+            f"drafters, got {kind!r}"
+        )
+    return int(settings["markov_rank"])

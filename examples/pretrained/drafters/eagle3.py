@@ -1,0 +1,191 @@
+"""EAGLE-3 heads, in the forms of speculators and of SGLang.
+
+One layer of a Llama or Qwen 3 whose attention reads two rows side by side: the normed
+embedding of a token, and the normed hidden state of the token before it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+from jkv.drafters import Eagle3
+
+from ..attention import attend
+from ..config import DecoderConfig, parse_config
+from ..layers import multiply, norm, perceptron, scale_to_unit
+from ..model import stack_turns
+from ..tensors import layer_tensors
+from .draft_vocabulary import spread_logits
+from .sizes import Target
+from .tensors import Checkpoint
+
+NUM_TOKENS = 4
+
+# Tensors of the target that some checkpoints repeat.
+OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Head:
+    """The layer of an EAGLE-3 head, a `jkv.drafters.Head`.
+
+    config: its settings, of one layer.
+    norms_residual: the normed hidden state is added to attention's output, not the
+        hidden state.
+    returns_normed: the hidden state for the next row is the normed one.
+    vocab_size: int, of the target.
+    """
+
+    config: DecoderConfig
+    norms_residual: bool
+    returns_normed: bool
+    vocab_size: int
+
+    def __call__(
+        self,
+        params: dict[str, Any],
+        tokens: jax.Array,
+        hidden: jax.Array,
+        cache: jkv.Cache,
+        batch: jkv.Batch,
+    ) -> tuple[jax.Array, jax.Array, jkv.Cache]:
+        """Compute rows of the head."""
+        config, layer = self.config, params["layer"]
+        embedding = params["embedding"]
+        embedded = jnp.take(embedding, tokens, axis=0, mode="clip")
+        hidden = hidden.astype(embedded.dtype)
+        normed = norm(config, hidden, layer, "hidden_norm")
+        residual = normed if self.norms_residual else hidden
+        embedded = norm(config, embedded, layer, "attention_norm")
+        both = jnp.concatenate([embedded, normed], axis=-1)
+        turns = tuple(each[0] for each in stack_turns(config, batch))
+        window = config.windows[0]
+        mixed, cache = attend(config, layer, both, turns, cache, 0, batch, window)
+        hidden = residual + mixed
+        fed = perceptron(config, norm(config, hidden, layer, "mlp_norm"), layer)
+        hidden = hidden + fed
+        normed = norm(config, hidden, params, "final_norm")
+        logits = multiply(normed, params["head"], jnp.float32)
+        logits = spread_logits(params, logits, self.vocab_size)
+        return logits, normed if self.returns_normed else hidden, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Projection:
+    """The projection of auxiliary hidden states, f32[..., A] to f32[..., E].
+
+    epsilon: float, of the norms.
+    """
+
+    epsilon: float
+
+    def __call__(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+        """Return the head's inputs."""
+        matrix = params["join"]
+        rows = hidden.astype(matrix.dtype)
+        if "aux_norm" in params:  # of all together, [A], or of each, [layers, E]
+            scale = params["aux_norm"]
+            parts = rows.reshape(rows.shape[0], -1, scale.shape[-1])
+            wide = scale_to_unit(parts.astype(jnp.float32), self.epsilon)
+            scale = scale.reshape(1, -1, scale.shape[-1])
+            rows = (wide.astype(rows.dtype) * scale).reshape(rows.shape)
+        return multiply(rows, matrix).astype(jnp.float32)
+
+
+def read_eagle3(
+    folder: Path, raw: Mapping[str, Any], target: Target, num_tokens: int | None
+) -> Eagle3:
+    """Read an EAGLE-3 head for its target.
+
+    Raises:
+        ValueError: for a checkpoint of another kind, or for another target.
+    """
+    own = target.model.config
+    layer_config = dict(raw.get("transformer_layer_config") or raw)
+    layer_config.pop("architectures", None)
+    layer_config |= {"vocab_size": own.vocab_size, "tie_word_embeddings": False}
+    config = parse_config(layer_config)
+    if config.num_layers != 1:
+        raise ValueError(
+            f"config.json: an EAGLE-3 head of one layer is supported, got "
+            f"{config.num_layers}"
+        )
+    config = dataclasses.replace(config, hides_first=True)
+    target.check_hidden_size(raw.get("target_hidden_size") or config.hidden_size)
+    settings = raw | dict(raw.get("eagle_config") or {})
+    aux_layers = settings.get("eagle_aux_hidden_state_layer_ids")
+    count = own.num_layers
+    aux_layers = tuple(aux_layers or (2, count // 2, count - 3))
+    target.check_layers(aux_layers)
+    files = Checkpoint(folder, target.params["embedding"].dtype)
+    files.ignore(*OF_TARGET)
+    params = _read_weights(files, config, settings, target, len(aux_layers))
+    files.finish()
+    head = Eagle3Head(
+        config=config,
+        norms_residual=bool(settings.get("norm_before_residual")),
+        returns_normed=bool(settings.get("norm_output")),
+        vocab_size=own.vocab_size,
+    )
+    return Eagle3(
+        head=head,
+        project=Eagle3Projection(config.norm_epsilon),
+        params=params,
+        config=target.size_layers(config),
+        aux_layers=aux_layers,
+        num_tokens=num_tokens or _find_num_tokens(raw) or NUM_TOKENS,
+    )
+
+
+def _find_num_tokens(raw: Mapping[str, Any]) -> int | None:
+    """Return the draft tokens of a step that speculators' config.json proposes."""
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
+
+
+def _read_weights(
+    files: Checkpoint,
+    config: DecoderConfig,
+    settings: Mapping[str, Any],
+    target: Target,
+    num_aux: int,
+) -> dict[str, Any]:
+    """Return the parameters."""
+    hidden = config.hidden_size
+    prefix = "midlayer." if "midlayer.hidden_norm.weight" in files else "layers.0."
+    (run,) = config.runs
+    layer = {}
+    for name, source in layer_tensors(config, run).items():
+        *rest, inner = source.stored
+        # Queries, keys and values read two rows side by side.
+        doubled = name in ("query", "key", "value")
+        shape = (*rest, 2 * inner) if doubled else source.stored
+        layer[name] = files.read(prefix + source.name, shape)
+    layer["hidden_norm"] = files.read(f"{prefix}hidden_norm.weight", (hidden,))
+    params: dict[str, Any] = {"layer": layer}
+    params["final_norm"] = files.read("norm.weight", (hidden,))
+    params["join"] = files.read("fc.weight", (hidden, num_aux * hidden))
+    if settings.get("norm_before_fc"):
+        norms = files.read("input_norm.weight", (num_aux * hidden,))
+        params["aux_norm"] = norms
+    elif settings.get("fc_norm"):
+        each = [files.read(f"fc_norm.{i}.weight", (hidden,)) for i in range(num_aux)]
+        params["aux_norm"] = jnp.stack(each)
+    params["embedding"] = target.params["embedding"]
+    if "embed_tokens.weight" in files:
+        shape = (config.vocab_size, hidden)
+        params["embedding"] = files.read("embed_tokens.weight", shape)
+    num_tokens = settings.get("draft_vocab_size") or config.vocab_size
+    if "lm_head.weight" in files:
+        params["head"] = files.read("lm_head.weight", (num_tokens, hidden))
+    else:
+        own = target.model.config
+        params["head"] = target.params["embedding" if own.tied else "head"]
+    if "d2t" in files:
+        params["draft_tokens"] = files.read_draft_tokens(num_tokens)
+    return params

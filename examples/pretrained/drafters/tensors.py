@@ -1,0 +1,83 @@
+"""Reading the tensors of a drafter's checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from ..files import Tensors, find_tensors
+
+
+class Checkpoint:
+    """A drafter's tensors; `finish` refuses unread ones."""
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        """Open the files."""
+        self._tensors = Tensors(find_tensors(folder), None, names_as_stored=True)
+        self.dtype = jnp.dtype(dtype)
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        """True if the checkpoint has a tensor."""
+        return name in self._tensors.paths
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Return a parameter.
+
+        Raises:
+            ValueError: when it is missing or misshapen.
+        """
+        self._read.add(name)
+        return jnp.asarray(self._tensors.read(name, shape).astype(self.dtype))
+
+    def read_ids(self, name: str, size: int) -> np.ndarray:
+        """Return a tensor of token ids or offsets, i32[size].
+
+        Raises:
+            ValueError: when it is missing or misshapen.
+        """
+        if name not in self:
+            raise ValueError(f"the checkpoint lacks the tensor {name!r}")
+        self._read.add(name)
+        with safe_open(self._tensors.paths[name], framework="numpy") as file:
+            found = np.asarray(file.get_tensor(name))
+        if found.shape != (size,):
+            raise ValueError(
+                f"tensor {name!r} has shape {found.shape}, but it must be ({size},)"
+            )
+        return found.astype(np.int32)
+
+    def read_draft_tokens(self, size: int) -> jnp.ndarray:
+        """Return the target's ids of a draft vocabulary, i32[size].
+
+        Raises:
+            ValueError: when "d2t" is missing or misshapen.
+        """
+        # The distance of each draft token's id to the target's.
+        return jnp.asarray(self.read_ids("d2t", size) + np.arange(size, dtype=np.int32))
+
+    def read_all(
+        self, names: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> dict[str, Any]:
+        """Return parameters by name, from the name and shape of each tensor."""
+        return {name: self.read(*source) for name, source in names.items()}
+
+    def ignore(self, *names: str) -> None:
+        """Skip tensors that repeat the target's."""
+        self._read |= set(names)
+
+    def finish(self) -> None:
+        """Refuse tensors that were not read.
+
+        Raises:
+            ValueError: when there are any; a drafter without them would draft worse.
+        """
+        rest = sorted(set(self._tensors.paths) - self._read)
+        if rest:
+            raise ValueError(
+                f"the drafter's checkpoint holds {len(rest)} tensors that would not be "
+                f"used: {', '.join(rest[:4])}"
+            )

@@ -1,0 +1,121 @@
+"""Training texts for a drafter: a model's own chats, with its hidden states.
+
+Prompts are sampled from the model at the beginning of a user's turn (Xu et al.,
+"Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing",
+2024). Their completions are sampled and greedy in turn.
+"""
+
+from functools import partial
+from typing import IO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pretrained
+from pretrained.layers import scale_to_unit
+
+import jkv
+
+from .eagle3_head import EPSILON, Texts
+
+RUNNING = 64  # sequences at one time
+TEXTS_READ = 8  # of one call that reads hidden states
+PROMPT_TOKENS, MARK = 40, "QUESTION"
+
+
+def write_texts(
+    model: pretrained.Decoder,
+    params: pretrained.Params,
+    folder: str,
+    num_texts: int,
+    num_new: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return texts, i32[N, T], and the ends of prompts and texts, i32[N, 2]."""
+    tokenizer, begin = pretrained.load_tokenizer(folder), [model.config.stop_tokens[0]]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    if chats := pretrained.has_chat_template(folder):
+        begin = encode(pretrained.render_chat(folder, MARK).partition(MARK)[0]).ids
+    prompts = _roll_out(model, params, [begin] * num_texts, PROMPT_TOKENS, 0.8)
+    if chats:
+        made = dict.fromkeys(tokenizer.decode(each).strip() for each in prompts)
+        questions = [each for each in made if each]
+        prompts = [encode(pretrained.render_chat(folder, q)).ids for q in questions]
+    else:
+        prompts = [begin + each for each in prompts]
+    temperatures = 0.7 * (np.arange(len(prompts), dtype=np.float32) % 2)
+    completions = _roll_out(model, params, prompts, num_new, temperatures)
+    texts = [a + b for a, b in zip(prompts, completions, strict=True)]
+    ends = np.array([[*map(len, pair)] for pair in zip(prompts, texts, strict=True)])
+    tokens = np.zeros((len(texts), ends.max()), np.int32)
+    for row, each in zip(tokens, texts, strict=True):
+        row[: len(each)] = each
+    return tokens, ends
+
+
+def read_texts(
+    model: pretrained.Decoder,
+    params: pretrained.Params,
+    tokens: np.ndarray,
+    ends: np.ndarray,
+    layers: list[int],
+    file: IO[bytes],
+) -> Texts:
+    """Return texts of `write_texts` with the inputs of layers, which lie in a file."""
+    num, length = tokens.shape
+    shape = num, length, len(layers) + 1, model.config.hidden_size
+    hidden = np.memmap(file, np.float16, "w+", shape=shape)
+    best, every = np.zeros_like(tokens), (*layers, model.config.num_layers)
+    for end in range(TEXTS_READ, num + TEXTS_READ, TEXTS_READ):
+        rows = slice(max(min(end, num) - TEXTS_READ, 0), min(end, num))
+        best[rows], hidden[rows] = _read_rows(model, params, tokens[rows], every)
+    row = np.arange(length)
+    trained = row < ends[:, 1:] - 1
+    return Texts(tokens, best, hidden, trained, trained & (row >= ends[:, :1] - 1))
+
+
+def _roll_out(
+    model: pretrained.Decoder,
+    params: pretrained.Params,
+    prompts: list[list[int]],
+    num_new: int,
+    temperature: np.ndarray | float,
+) -> list[list[int]]:
+    """Return completions of prompts."""
+    length = max(map(len, prompts)) + num_new
+    config = model.cache_config(length, max_sequences=RUNNING, dtype=jnp.float32)
+    _, result = jkv.jitted.generate(
+        model,
+        params,
+        jkv.init(config),
+        prompts,
+        max_new_tokens=num_new,
+        max_running=RUNNING,
+        stop_tokens=model.config.stop_tokens,
+        sampling=jkv.Sampling(temperature=temperature, seeds=np.arange(len(prompts))),
+    )
+    found = zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)
+    return [tokens[:count].tolist() for tokens, count in found]
+
+
+@partial(jax.jit, static_argnames=("model", "layers"))
+def _read_rows(
+    model: pretrained.Decoder,
+    params: pretrained.Params,
+    tokens: jax.Array,
+    layers: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Return the likeliest next tokens, i32[N, T], and hidden states, f16[N, T, L, E].
+
+    All layers but the last one are scaled, as the head does first.
+    """
+    num, length = tokens.shape
+    config = model.cache_config(length, max_sequences=num, dtype=jnp.float32)
+    cache, opened = jkv.allocate(jkv.init(config), jnp.zeros((num,), jnp.int32))
+    cache, batch = jkv.append(cache, opened.seq_ids, length, capacity=num * length)
+    logits, _, hidden = model(
+        params, tokens.reshape(-1), cache, batch, all_rows=True, aux_layers=layers
+    )
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32).reshape(num, length)
+    hidden = hidden.reshape(num, length, len(layers), -1)
+    aux, last = scale_to_unit(hidden[:, :, :-1], EPSILON), hidden[:, :, -1:]
+    return best, jnp.concatenate([aux, last], axis=2).astype(jnp.float16)
