@@ -26,8 +26,8 @@ from jkv.formats.format import STORED_AS
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-import corpus  # noqa: E402
 import pretrained  # noqa: E402
+from bundled import corpus  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -45,7 +45,7 @@ FORMATS = [
 TOKENS = {"smollm2": 8192, "gemma3": 4096}
 TEXT_LENGTH = 2048
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 1000
-LARGE_EVERY, LARGE = 16, 10.0  # one channel in so many, and its scale
+LARGE_EVERY, LARGE = 16, 10.0  # every 16th channel is this much larger
 
 
 def attended(
@@ -122,7 +122,7 @@ def published(name: str, num_tokens: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Run the benchmark: measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, help="read no more; nothing is saved")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)

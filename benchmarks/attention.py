@@ -24,7 +24,7 @@ import numpy as np
 from harness import Case
 
 from jkv.attention import paged_attention
-from jkv.attention.call import Requests
+from jkv.attention.backend import Requests
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "attention.json"
 SUM_BYTES = 2**28
 
 sys.path.insert(0, str(ROOT / "tests"))
-from support.attention_workloads import (  # noqa: E402, the one list of shapes is the tests'
+from support.attention.attention_workloads import (  # noqa: E402, shapes shared with the tests
     WORKLOADS,
     Operands,
     Workload,

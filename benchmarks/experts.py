@@ -22,7 +22,7 @@ from harness import Case
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results" / "experts.json"
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402  (found through the line above)
 from pretrained import experts  # noqa: E402
@@ -71,15 +71,19 @@ def make_cases(num_rows: int, params: Any) -> list[Case]:
     )
     expected = np.asarray(ragged(params, x, chosen, gates))
 
-    def case(who: str, function: Callable[..., jax.Array]) -> Case:
+    def case(contender: str, function: Callable[..., jax.Array]) -> Case:
         compiled = jax.jit(function).lower(params, x, chosen, gates).compile()
         memory = compiled.memory_analysis().temp_size_in_bytes / 2**20
         return Case(
-            name=f"{who}, {num_rows}",
+            name=f"{contender}, {num_rows}",
             prepare=lambda: None,
             run=lambda _: compiled(params, x, chosen, gates).block_until_ready(),
             check=lambda y: np.testing.assert_allclose(y, expected, atol=1e-4),
-            labels={"rows": num_rows, "who": who, "temporary MiB": round(memory, 1)},
+            labels={
+                "rows": num_rows,
+                "contender": contender,
+                "temporary MiB": round(memory, 1),
+            },
         )
 
     return [case("tiles", in_tiles), case("ragged_dot", ragged)]
@@ -98,7 +102,7 @@ def main() -> None:
     cases = [case for rows in NUM_ROWS for case in make_cases(rows, layers)]
     samples = harness.interleave(cases, rounds=options.rounds)
     rows = [{**c.labels, **samples[c.name].row(1e3)} for c in cases]
-    columns = {"rows": "rows", "who": "", "temporary MiB": "temporary MiB"}
+    columns = {"rows": "rows", "contender": "", "temporary MiB": "temporary MiB"}
     spread = {"median": "median ms", "p10": "p10", "p90": "p90", "samples": "samples"}
     print("\n" + harness.table(rows, columns | spread))
     run = {"benchmark": "experts", "machine": where, "results": rows}

@@ -97,36 +97,36 @@ class Job:
     def __init__(self, model, folder, num_processes):
         self.port = harness.find_port()
         self._num_processes, self._logs = num_processes, folder / "logs"
-        self._said = folder / "said"
+        self._log = folder / "said"
         command = [sys.executable, str(EXAMPLES / "serve_http.py"), *SIZES.split()]
         command += f"--processes {num_processes} --devices 1 --grammars 0".split()
         command += f"--heartbeat {HEARTBEAT} --restarts {len(FAULTS)}".split()
         command += ["--model", str(model), "--port", str(self.port)]
         command += ["--logs", str(self._logs)]
-        with self._said.open("wb") as said:
+        with self._log.open("wb") as log:
             self._launcher = subprocess.Popen(
                 command,
                 env=os.environ | {"XLA_FLAGS": FLAGS},
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=log,
             )
 
     @property
-    def said(self):
+    def log(self):
         """The launcher's output."""
-        return self._said.read_text()
+        return self._log.read_text()
 
     @property
     def pids(self):
         """The newest process ids, in order."""
-        found = re.findall(r"process \d+ has pid (\d+)", self.said)
+        found = re.findall(r"process \d+ has pid (\d+)", self.log)
         num_whole = len(found) // self._num_processes * self._num_processes
         return [*map(int, found[:num_whole][-self._num_processes :])]
 
     @property
     def all_pids(self):
         """The process ids of the launcher and all processes it started."""
-        found = re.findall(r"has pid (\d+)", self.said)
+        found = re.findall(r"has pid (\d+)", self.log)
         return [self._launcher.pid, *map(int, found)]
 
     def read_number(self, name):
@@ -144,7 +144,7 @@ class Job:
         end = time.monotonic() + MOST_TO_START
         while self.read_number("jkv_blocks") is None:
             if self._launcher.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server does not start: {self.said}")
+                raise RuntimeError(f"the server does not start: {self.log}")
             time.sleep(0.1)
 
     def size_logs(self):
@@ -219,11 +219,11 @@ class Asking(threading.Thread):
 
     def run(self):
         """Send one request with the default client."""
-        asked = dict(model=self._client.models.list().data[0].id, prompt=PROMPT)
-        asked |= dict(max_tokens=TOKENS, temperature=0, timeout=MOST_TO_START)
-        asked["extra_body"] = {"ignore_eos": True}
+        options = dict(model=self._client.models.list().data[0].id, prompt=PROMPT)
+        options |= dict(max_tokens=TOKENS, temperature=0, timeout=MOST_TO_START)
+        options["extra_body"] = {"ignore_eos": True}
         try:
-            reply = self._client.completions.create(**asked, stream=self._stream)
+            reply = self._client.completions.create(**options, stream=self._stream)
             pieces = reply if self._stream else [reply]
             self.text = "".join(piece.choices[0].text for piece in pieces)
         except Exception as error:
@@ -231,11 +231,11 @@ class Asking(threading.Thread):
         self.ended = time.monotonic()
 
 
-def do_fault(job, expected, who, number, rng):
+def do_fault(job, expected, contender, number, rng):
     """Inject one fault during computation; return a row and the violations."""
     job.wait_until_ready()
     pids, sizes = job.pids, job.size_logs()
-    chosen = 0 if who == "first" else rng.randrange(1, len(pids))
+    chosen = 0 if contender == "first" else rng.randrange(1, len(pids))
     others = {i: pid for i, pid in enumerate(pids) if i != chosen}
     whole, stream = Asking(job.port, stream=False), Asking(job.port, stream=True)
     while job.read_number("jkv_requests_running") != 2:
@@ -251,7 +251,7 @@ def do_fault(job, expected, who, number, rng):
     for client in (whole, stream):
         client.join(timeout=MOST_TO_START)
     reasons = job.read_reasons(sizes)
-    fault = f"{number.name} of {'the first' if who == 'first' else 'a follower'}"
+    fault = f"{number.name} of {'the first' if contender == 'first' else 'a follower'}"
     wrong = []
     if len(ends) < len(others) or max(ends.values()) > MOST_TO_END:
         wrong.append(f"others ended after {ends}")
@@ -281,8 +281,8 @@ def play(model, num_processes, rng):
             before.join()
             if before.error:
                 raise before.error
-            for who, number in FAULTS:
-                row, found = do_fault(job, before.text, who, number, rng)
+            for contender, number in FAULTS:
+                row, found = do_fault(job, before.text, contender, number, rng)
                 rows.append(row)
                 wrong += found
                 harness.progress(f"{row} {found}")
@@ -290,7 +290,7 @@ def play(model, num_processes, rng):
         finally:
             status, left = job.stop()
         if status != 128 + signal.SIGTERM:
-            wrong.append(f"the launcher ended with {status}: {job.said}")
+            wrong.append(f"the launcher ended with {status}: {job.log}")
         if left:
             wrong.append(f"processes {left} still run")
         if not addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}:
@@ -308,7 +308,7 @@ def summarize(rows):
             seconds = [each[name] for each in same if each[name] is not None]
             row[name] = statistics.median(seconds) if seconds else None
             row[f"{name}_most"] = max(seconds, default=None)
-        row["said"] = sorted({said for each in same for said in each["said"]})
+        row["said"] = sorted({message for each in same for message in each["said"]})
         found.append(row)
     return found
 

@@ -171,23 +171,23 @@ def measure(
     operands = make_operands(workload, compiled[workload, DRAW])
     cases, rows = [], []
     jax_settings = [f"{JAX}, {tokens} tokens" for tokens in JAX_TOKENS]
-    for who in (JKV, OWN, PLAIN, *jax_settings, TORCH):
-        labels = {"workload": workload.label, "who": who}
+    for contender in (JKV, OWN, PLAIN, *jax_settings, TORCH):
+        labels = {"workload": workload.label, "contender": contender}
         try:
-            if who == TORCH:
+            if contender == TORCH:
                 call = torch_program(workload)
-            elif (workload, who) not in compiled:
+            elif (workload, contender) not in compiled:
                 continue
             else:
-                program = compiled[workload, who]
+                program = compiled[workload, contender]
                 if isinstance(program, Exception):
                     raise program
                 given = operands
-                if who in jax_settings:
+                if contender in jax_settings:
                     given = compiled[workload, TURN](operands)
                 call = functools.partial(program, given)
             jax.block_until_ready(call())
-            cases.append(make_case(who, workload, call, few=who == PLAIN))
+            cases.append(make_case(contender, workload, call, few=contender == PLAIN))
         except Exception as error:  # a refusal is a result
             rows.append({**labels, "refused": f"{type(error).__name__}: {error}"[:200]})
     if not cases:
@@ -198,8 +198,8 @@ def measure(
     cases = [case for case in cases if case.name not in tried or case.name == best]
     for case in cases:
         taken = samples[case.name]
-        who, _, setting = case.name.partition(JAX)
-        row = {"workload": workload.label, "who": who or JAX, **taken.row()}
+        contender, _, setting = case.name.partition(JAX)
+        row = {"workload": workload.label, "contender": contender or JAX, **taken.row()}
         if setting:
             row["setting"] = setting.removeprefix(", ")
         if workload.is_prefill:
@@ -354,19 +354,21 @@ def copy_bandwidth(num_bytes: int, rounds: int) -> float:
 
 
 def _show_gradients(rows: list[dict[str, Any]]) -> str:
-    columns = {k: k for k in ("texts", "who", "median", "p10", "p90", "TFLOP/s")}
+    columns = {
+        k: k for k in ("sequences", "contender", "median", "p10", "p90", "TFLOP/s")
+    }
     return harness.table(rows, columns | {"ratio": "time by jkv", "refused": "refused"})
 
 
 def _show_calls(rows: list[dict[str, Any]]) -> str:
-    columns = {k: k for k in ("workload", "who", "median", "p10", "p90", "GB/s")}
+    columns = {k: k for k in ("workload", "contender", "median", "p10", "p90", "GB/s")}
     columns |= {"of a copy": "of a copy", "TFLOP/s": "TFLOP/s"}
     columns |= {"ratio": "time by jkv", "setting": "setting"}
     return harness.table(rows, columns | {"refused": "refused"})
 
 
 def _show_prompts(rows: list[dict[str, Any]]) -> str:
-    columns = {k: k for k in ("step", "who", "median", "p10", "p90", "TFLOP/s")}
+    columns = {k: k for k in ("step", "contender", "median", "p10", "p90", "TFLOP/s")}
     columns |= {"by jkv": "time by jkv", "by torch": "time by torch"}
     return harness.table(rows, columns | {"refused": "refused"})
 

@@ -1,11 +1,11 @@
 """The most important measurements of a GPU, in eight minutes.
 
-`python benchmarks/gpu.py --brief` runs the parts below, each in a process of its own.
-Compiling takes most of the time, so that all parts compile side by side first; then the
-device is handed from part to part in the order of the list. Correctness does not wait,
-since nothing is timed there. A part has a limit of its own from its turn on; rows are
-saved as they come, so that a part that is stopped keeps what it has. The rows of all
-parts go into one file, and a table at the end has a line per figure.
+`python benchmarks/gpu.py --brief` runs the parts below, each in its own process. All
+parts compile concurrently first; then the device is passed from part to part in list
+order. Correctness does not wait, since it is not timed. Each part has a time limit from
+its turn on; rows are saved immediately, so that a stopped part keeps its results. The
+rows of all parts are merged into one file, and a table at the end has a line per
+figure.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 TOTAL_SECONDS = 8 * 60.0
-COMPILE_SECONDS = 150.0  # after which timing begins while some parts still compile
+COMPILE_SECONDS = 150.0  # timing starts then, even if some parts still compile
 
 
 class Part(NamedTuple):
     """A process that compiles, waits for its turn and is timed."""
 
     name: str
-    arguments: tuple[str, ...]  # of the interpreter; rows go to the file behind them
-    seconds: float  # from its turn on
+    arguments: tuple[str, ...]  # of the interpreter; the file of rows follows
+    seconds: float  # limit from its turn on
     is_timed: bool = True
     flags: str = ""  # of XLA
 
     @property
     def file_name(self) -> str:
-        """Name of the files of its rows and its output, without their endings."""
+        """File name of its rows and output, without suffix."""
         return self.name.replace(", ", "-").replace(" ", "-")
 
 
@@ -62,7 +62,8 @@ def list_parts(quick: bool) -> list[Part]:
     both = f"{large} {small}"
     parts = [
         Part("correctness", script("gpu_correctness.py", *quickly), 150, False),
-        # Its weights are there before its turn: it must end before large ones begin.
+        # It loads its weights before its turn, so it must finish before the large ones
+        # start.
         Part("engine, small", model("engine", small, "--warm"), 45),
         Part("generate", model("generate", both, "--profile"), 75),
         Part("bookkeeping", own("bookkeeping"), 30),
@@ -89,14 +90,14 @@ def run_brief(
     total: float = TOTAL_SECONDS,
     only: Sequence[str] = (),
 ) -> int:
-    """Run the parts, save their rows, print the table; return how many parts failed.
+    """Run the parts, save rows, print the table; return the number of failures.
 
     Args:
-      quick: tiny shapes and few parts, for a CPU; saves nothing beside the rows.
-      results: file of the results of all GPUs.
-      parts: those to run; None runs all.
-      total: seconds for everything.
-      only: names of parts to run; none selects all.
+        quick: tiny shapes and few parts, for a CPU; saves only the rows.
+        results: results file of all GPUs.
+        parts: parts to run; None runs all.
+        total: time limit in seconds.
+        only: names of parts to run; empty runs all.
     """
     chosen = list_parts(quick) if parts is None else parts
     chosen = [part for part in chosen if not only or part.name in only]
@@ -138,7 +139,7 @@ class _Running(NamedTuple):
         pathlib.Path(f"{self.turn}.go").touch()
 
     def kill(self) -> None:
-        """End the part and the processes that it started."""
+        """Kill the part and its child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -147,7 +148,7 @@ class _Running(NamedTuple):
 def _run_side_by_side(
     parts: Sequence[Part], folder: pathlib.Path, turns: pathlib.Path, deadline: float
 ) -> Iterator[tuple[Part, str]]:
-    """Yield each part with how it ended: done, failed, or out of time."""
+    """Yield each part with its outcome: done, failed, or out of time."""
     waiting = [_start(part, folder, turns) for part in parts]
     timed: tuple[_Running, float] | None = None  # the part with the turn, its end
     compile_deadline = time.monotonic() + COMPILE_SECONDS
@@ -210,7 +211,7 @@ def _start(part: Part, folder: pathlib.Path, turns: pathlib.Path) -> _Running:
 def _poll(
     entry: tuple[_Running, float], now: float, deadline: float, folder: pathlib.Path
 ) -> str | None:
-    """Return how a part ended, None while it runs; stop it when its time is over."""
+    """Return a part's outcome, None while it runs; stop it at its deadline."""
     each, end = entry
     if each.process.poll() is None:
         if now < min(end, deadline):
@@ -259,7 +260,16 @@ def show_summary(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 SHOWN = (
-    *("workload", "step", "texts", "context", "what", "who", "setting", "median"),
+    *(
+        "workload",
+        "step",
+        "sequences",
+        "context",
+        "what",
+        "contender",
+        "setting",
+        "median",
+    ),
     *("GB/s", "of a copy", "TFLOP/s", "ratio", "by jkv", "by torch", "tokens/s"),
     *("share", "us above the floor", "start", "kept", "refused"),
 )
@@ -280,7 +290,7 @@ def _show_profile(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def measure_part(name: str, quick: bool, rows: pathlib.Path) -> None:
-    """Measure one of the parts whose shapes are chosen here."""
+    """Measure a part whose shapes are defined here."""
     import gpu_gradients
     import gpu_prompts
     import harness

@@ -19,8 +19,7 @@ from harness import Case
 
 import jkv
 from jkv.attention import choice
-from jkv.attention.backend import StepShape
-from jkv.attention.call import Requests
+from jkv.attention.backend import Requests, StepShape
 from jkv.formats.format import name_parts
 from jkv.verbs.attending import pools_of
 

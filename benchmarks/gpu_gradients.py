@@ -25,8 +25,8 @@ PLAIN_ROWS = 4_096  # row limit of the XLA backend
 CALLS = 5  # enqueued in a sample
 
 
-class Texts(NamedTuple):
-    """Sequences with a shared prompt and tokens of their own."""
+class Sequences(NamedTuple):
+    """Sequences with a shared prompt and their own tokens."""
 
     count: int
     own: int  # tokens of each sequence
@@ -54,23 +54,26 @@ class Texts(NamedTuple):
         return 7 * 2 * NUM_HEADS * HEAD_DIM * pairs
 
 
-def find_texts(quick: bool) -> list[Texts]:
+def find_sequences(quick: bool) -> list[Sequences]:
     """Return the workloads, shortest first."""
     if quick:
-        return [Texts(2, 16, dtype="float32"), Texts(3, 16, 32, dtype="float32")]
+        return [
+            Sequences(2, 16, dtype="float32"),
+            Sequences(3, 16, 32, dtype="float32"),
+        ]
     return [
-        Texts(1, 2_048),
-        Texts(1, 2_048, block_size=64),
-        Texts(1, 2_048, dtype="float32"),
-        Texts(64, 128, 1_024),
-        Texts(64, 128, 1_024, dtype="float32"),
-        Texts(16, 1_024),
-        Texts(1, 16_384),
+        Sequences(1, 2_048),
+        Sequences(1, 2_048, block_size=64),
+        Sequences(1, 2_048, dtype="float32"),
+        Sequences(64, 128, 1_024),
+        Sequences(64, 128, 1_024, dtype="float32"),
+        Sequences(16, 1_024),
+        Sequences(1, 16_384),
     ]
 
 
 def measure_gradients(
-    quick: bool, rounds: int, every: Sequence[Texts] | None = None
+    quick: bool, rounds: int, every: Sequence[Sequences] | None = None
 ) -> list[dict[str, Any]]:
     """Return a row per peer and shape, unsupported ones with their reason.
 
@@ -80,45 +83,51 @@ def measure_gradients(
       every: shapes; None for all.
     """
     rows: list[dict[str, Any]] = []
-    chosen = find_texts(quick) if every is None else every
-    operands = {texts: _make_operands(texts) for texts in chosen}
+    chosen = find_sequences(quick) if every is None else every
+    operands = {sequences: _make_operands(sequences) for sequences in chosen}
     compiled = compile_all(
         {
-            (texts, who): (_make_gradient(who), operands[texts])
-            for texts in chosen
-            for who in (JKV, PLAIN)
-            if who == JKV or texts.num_rows <= PLAIN_ROWS
+            (sequences, contender): (_make_gradient(contender), operands[sequences])
+            for sequences in chosen
+            for contender in (JKV, PLAIN)
+            if contender == JKV or sequences.num_rows <= PLAIN_ROWS
         }
     )
     harness.wait_for_turn()
-    for texts in chosen:
+    for sequences in chosen:
         cases = []
-        for who in (JKV, PLAIN, TORCH):
+        for contender in (JKV, PLAIN, TORCH):
             try:
-                if who == TORCH:
-                    run = _torch_program(texts)
-                elif (texts, who) not in compiled:
+                if contender == TORCH:
+                    run = _torch_program(sequences)
+                elif (sequences, contender) not in compiled:
                     continue
                 else:
-                    program = compiled[texts, who]
+                    program = compiled[sequences, contender]
                     if isinstance(program, Exception):
                         raise program
-                    run = functools.partial(program, *operands[texts])
+                    run = functools.partial(program, *operands[sequences])
                 jax.block_until_ready(run())
-                cases.append(_make_case(who, run))
+                cases.append(_make_case(contender, run))
             except Exception as error:  # a refusal is a result
                 reason = f"{type(error).__name__}: {error}"[:200]
-                rows.append({"texts": texts.label, "who": who, "refused": reason})
+                rows.append(
+                    {
+                        "sequences": sequences.label,
+                        "contender": contender,
+                        "refused": reason,
+                    }
+                )
         if not cases:
             continue
         samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=4)
         for name, taken in samples.items():
-            row = {"texts": texts.label, "who": name, **taken.row()}
-            row["TFLOP/s"] = texts.num_operations / taken.median / 1e12
+            row = {"sequences": sequences.label, "contender": name, **taken.row()}
+            row["TFLOP/s"] = sequences.num_operations / taken.median / 1e12
             if JKV in samples:
                 row["ratio"] = taken.ratio_to(samples[JKV])
             rows.append(row)
-        print(f"  measured the gradient of {texts.label}", flush=True)
+        print(f"  measured the gradient of {sequences.label}", flush=True)
     return rows
 
 
@@ -131,20 +140,20 @@ def _make_case(name: str, run: Callable[[], Any]) -> Case:
     return Case(name=name, prepare=lambda: None, run=run_all, calls=CALLS)
 
 
-def _make_operands(texts: Texts) -> list[jax.Array]:
+def _make_operands(sequences: Sequences) -> list[jax.Array]:
     """Return queries, keys, values, cotangents, tables and lengths of requests."""
-    tables, *lengths = _lay_out(texts)
+    tables, *lengths = _lay_out(sequences)
     num_blocks = int(tables.max()) + 1
-    draw = functools.partial(jax.random.normal, dtype=texts.dtype)
-    shape = 1, num_blocks, NUM_KV_HEADS, texts.block_size, HEAD_DIM
+    draw = functools.partial(jax.random.normal, dtype=sequences.dtype)
+    shape = 1, num_blocks, NUM_KV_HEADS, sequences.block_size, HEAD_DIM
     names = jax.random.split(jax.random.key(0), 4)
-    queries = draw(names[0], (texts.num_rows, NUM_HEADS, HEAD_DIM))
+    queries = draw(names[0], (sequences.num_rows, NUM_HEADS, HEAD_DIM))
     pools = draw(names[1], shape), draw(names[2], shape)
     cotangents = draw(names[3], queries.shape)
     return [*map(jnp.asarray, (queries, *pools, cotangents, tables, *lengths))]
 
 
-def _make_gradient(who: str) -> Callable[..., Any]:
+def _make_gradient(contender: str) -> Callable[..., Any]:
     """Return a function of `_make_operands` that computes the three gradients."""
 
     def differentiate(*arrays: jax.Array) -> Any:
@@ -153,7 +162,7 @@ def _make_gradient(who: str) -> Callable[..., Any]:
         def attend(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
             return jkv.paged_attention(
                 *(queries, keys, values, 0, tables, None, *arrays[5:]),
-                implementation="xla" if who == PLAIN else None,
+                implementation="xla" if contender == PLAIN else None,
             )
 
         return jax.vjp(attend, *variables)[1](cotangents)
@@ -161,36 +170,42 @@ def _make_gradient(who: str) -> Callable[..., Any]:
     return differentiate
 
 
-def _lay_out(texts: Texts) -> list[np.ndarray]:
+def _lay_out(sequences: Sequences) -> list[np.ndarray]:
     """Return tables in random order, and starts, lengths and contexts of requests."""
-    shared, own = texts.shared // texts.block_size, -(-texts.own // texts.block_size)
-    order = np.random.default_rng(0).permutation(shared + texts.count * own)
-    mine = order[shared:].reshape(texts.count, own)
-    prefix = np.broadcast_to(order[:shared], (texts.count, shared))
+    shared, own = (
+        sequences.shared // sequences.block_size,
+        -(-sequences.own // sequences.block_size),
+    )
+    order = np.random.default_rng(0).permutation(shared + sequences.count * own)
+    mine = order[shared:].reshape(sequences.count, own)
+    prefix = np.broadcast_to(order[:shared], (sequences.count, shared))
     tables = np.concatenate([prefix, mine], axis=1)
-    lengths = [texts.own] * texts.count
-    if texts.shared:  # the shared prompt is also a request
-        tables, lengths = np.concatenate([tables[:1], tables]), [texts.shared, *lengths]
+    lengths = [sequences.own] * sequences.count
+    if sequences.shared:  # the shared prompt is also a request
+        tables, lengths = (
+            np.concatenate([tables[:1], tables]),
+            [sequences.shared, *lengths],
+        )
     rows = np.array(lengths, np.int32)
-    contexts = rows + texts.shared
-    if texts.shared:
-        contexts[0] = texts.shared
+    contexts = rows + sequences.shared
+    if sequences.shared:
+        contexts[0] = sequences.shared
     starts = np.cumsum(rows, dtype=np.int32) - rows
     return [tables.astype(np.int32), starts, rows, contexts.astype(np.int32)]
 
 
-def _torch_program(texts: Texts) -> Callable[[], Any]:
+def _torch_program(sequences: Sequences) -> Callable[[], Any]:
     """Return PyTorch's attention over contiguous sequences, and its gradient."""
     torch = import_torch()
-    if texts.shared:
+    if sequences.shared:
         raise NotImplementedError("no shared prompts")
-    dtype = getattr(torch, texts.dtype)
+    dtype = getattr(torch, sequences.dtype)
     make = functools.partial(torch.randn, device="cuda", dtype=dtype)
     queries, keys, values = (
-        make(texts.count, heads, texts.own, HEAD_DIM, requires_grad=True)
+        make(sequences.count, heads, sequences.own, HEAD_DIM, requires_grad=True)
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     )
-    cotangents = make(texts.count, NUM_HEADS, texts.own, HEAD_DIM)
+    cotangents = make(sequences.count, NUM_HEADS, sequences.own, HEAD_DIM)
 
     def run() -> Any:
         output = torch.nn.functional.scaled_dot_product_attention(

@@ -267,9 +267,9 @@ def measure_batch(
     for name in ways:
         row: dict[str, Any] = {
             "weights": runs.dtype,
-            "texts": runs.batch,
+            "sequences": runs.batch,
             "context": runs.context,
-            "who": name,
+            "contender": name,
         }
         try:
             row |= measures[name]()
@@ -352,7 +352,14 @@ def main() -> None:
     harness.wait_for_turn()
     copied = copy_bandwidth(size.copy_bytes, options.rounds)
     print(f"a copy: {copied / 1e9:,.0f} GB/s", flush=True)
-    names = ("weights", "texts", "context", "who", "tokens/s", "floor tokens/s")
+    names = (
+        "weights",
+        "sequences",
+        "context",
+        "contender",
+        "tokens/s",
+        "floor tokens/s",
+    )
     starts = ("us above the floor", "start", "started", "kept", "found")
     columns = {name: name for name in (*names, "share", *starts, "refused")}
     found: list[dict[str, Any]] = []

@@ -1,9 +1,9 @@
-"""Prefill for `gpu.py`, with and without cuDNN for prompts without a past.
+"""Prefill for `gpu.py`, with and without cuDNN for prompts without cached tokens.
 
-A single prompt; one with sequences that decode in the same step; a chunk with a past,
-which cuDNN does not support, so that the difference is the cost of the check. Shapes of
-Llama 3 8B in bfloat16. Calls are chained as in `gpu_calls.py`, and each computes the
-kernel's work lists. The two results are compared before timing.
+A single prompt; one beside sequences that decode in the same step; a chunk with cached
+tokens, which cuDNN does not support, so that the difference is the cost of the check.
+Shapes of Llama 3 8B in bfloat16. Calls are chained as in `gpu_calls.py`, and each
+computes the kernel's work lists. The two results are compared before timing.
 """
 
 import functools
@@ -78,27 +78,30 @@ def measure_prompts(quick: bool, rounds: int) -> list[dict[str, Any]]:
     operands = {step: make_operands(step) for step in find_steps(quick)}
     programs: dict[Any, Any] = {}
     for step, given in operands.items():
-        for who, chosen in ((KERNEL, "pallas"), (CUDNN, "cudnn")):
-            programs[step, who] = make_program(chosen), given
-            programs[step, who, 1] = make_program(chosen, calls=1), given
+        for contender, chosen in ((KERNEL, "pallas"), (CUDNN, "cudnn")):
+            programs[step, contender] = make_program(chosen), given
+            programs[step, contender, 1] = make_program(chosen, calls=1), given
     compiled = compile_all(programs)
     harness.wait_for_turn()
     for step, given in operands.items():
         cases = []
-        for who in (KERNEL, CUDNN, TORCH):
-            labels = {"step": step.label, "who": who}
+        for contender in (KERNEL, CUDNN, TORCH):
+            labels = {"step": step.label, "contender": contender}
             try:
-                if who == TORCH:
+                if contender == TORCH:
                     run = torch_program(step)
                 else:
-                    if who == CUDNN:
+                    if contender == CUDNN:
                         compare(
-                            *(_take(compiled[step, name, 1]) for name in (who, KERNEL)),
+                            *(
+                                _take(compiled[step, name, 1])
+                                for name in (contender, KERNEL)
+                            ),
                             given,
                         )
-                    run = functools.partial(_take(compiled[step, who]), *given)
+                    run = functools.partial(_take(compiled[step, contender]), *given)
                 jax.block_until_ready(run())
-                cases.append(_make_case(who, step, run))
+                cases.append(_make_case(contender, step, run))
             except Exception as error:  # a refusal is a result
                 reason = f"{type(error).__name__}: {error}"[:200]
                 rows.append({**labels, "refused": reason})
@@ -106,12 +109,12 @@ def measure_prompts(quick: bool, rounds: int) -> list[dict[str, Any]]:
             continue
         samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=4)
         for name, taken in samples.items():
-            row = {"step": step.label, "who": name, **taken.row()}
+            row = {"step": step.label, "contender": name, **taken.row()}
             row["TFLOP/s"] = step.num_operations / taken.median / 1e12
             row |= {
-                f"by {peer}": taken.ratio_to(samples[who])
-                for peer, who in (("jkv", KERNEL), ("torch", TORCH))
-                if who in samples
+                f"by {peer}": taken.ratio_to(samples[contender])
+                for peer, contender in (("jkv", KERNEL), ("torch", TORCH))
+                if contender in samples
             }
             rows.append(row)
         print(f"  measured prompts of {step.label}", flush=True)

@@ -3,9 +3,9 @@
     python benchmarks/kernel_model.py
 
 No GPU is used: the kernels are compiled for gfx942, a walk over the loop of each
-(`tests/support/amd_instruction_walk.py`) gives the cycles of a step, and the work lists
-are the kernel's own. The estimate is the largest of several bounds. For decoding, which
-should reach the bandwidth:
+(`tests/support/attention/amd_instruction_walk.py`) gives the cycles of a step, and the
+work lists are the kernel's own. The estimate is the largest of several bounds. For
+decoding, which should reach the bandwidth:
 
 * memory: the bytes of the contexts over the GPU's bandwidth;
 * latency: the serial steps of one program, each with the walk's latency, times the
@@ -41,11 +41,11 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-from support.amd_instruction_walk import walk  # noqa: E402, what the tests assert, too
-from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # noqa: E402
-from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
+from support.attention.amd_instruction_walk import walk  # noqa: E402, the tests assert it, too
+from support.attention.kernel_lowering import find_kernels, lower_kernels, make_shapes  # noqa: E402
+from support.attention.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
-from jkv.attention.call import Requests, make_requests  # noqa: E402
+from jkv.attention.backend import Requests, make_requests  # noqa: E402
 from jkv.attention.kernel.tiles.table import Techniques, Tile, Tuning  # noqa: E402
 from jkv.attention.kernel.tiles.tuning import find_tuning  # noqa: E402
 from jkv.attention.kernel.tiles.variant import (  # noqa: E402

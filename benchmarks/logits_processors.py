@@ -43,7 +43,7 @@ from jkv.grammar import (
 ROOT = pathlib.Path(__file__).parent.parent
 BUNDLED = ROOT / "examples" / "models" / "pydoc"
 RESULTS = pathlib.Path(__file__).parent / "results" / "logits_processors.json"
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402  (found through the line above)
 
@@ -290,7 +290,7 @@ def measure_guesses(options: Options) -> Part:
         counts = result.statistics
         rows.append(
             {
-                "texts": name,
+                "sequences": name,
                 "steps": int(counts.num_steps),
                 "new tokens": int(result.lengths.sum()),
                 "guessed": int(counts.draft_tokens),

@@ -26,8 +26,8 @@ import jkv
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support.long_runs import Clock, Game  # noqa: E402, the test plays the same game
-from support.versioned_model import make_engine  # noqa: E402, likewise
+from support.models.versioned_model import make_engine  # noqa: E402, likewise
+from support.serving.long_runs import Clock, Game  # noqa: E402, as in the test
 
 RESULTS = ROOT / "benchmarks" / "results" / "long_runs.json"
 MOST_GROWTH = 16 * 2**20  # bytes; allocator noise
@@ -48,7 +48,7 @@ def resident_bytes():
 
 def look(game, engine):
     """Return the progress, and the quantities that must not grow."""
-    # A window first, so that no results of the last exchange are unread.
+    # Run a window first, so that no exchanged results are unread.
     engine.generate([[1]], max_new_tokens=1)
     gc.collect()
     arrays = jax.live_arrays()

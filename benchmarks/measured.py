@@ -2,8 +2,8 @@
 
     python benchmarks/measured.py
 
-Each table stands between `<!-- name -->` and `<!-- end -->`; the rest is written by
-hand. `tests/package/test_pages.py` detects outdated tables.
+Each table is between `<!-- name -->` and `<!-- end -->`; the rest is written by hand.
+`tests/package/test_pages.py` detects outdated tables.
 """
 
 import json
@@ -88,7 +88,7 @@ def list_bookkeeping() -> Iterator[Sequence[str]]:
     """Yield the time of a call, by contender and operation."""
     rows = read_rows("operations", "operations")
     found = {
-        (row["operation"], row["who"]): row["median"]
+        (row["operation"], row["contender"]): row["median"]
         for row in rows
         if row["pool"] == POOL and row.get("storage") != "storage donated"
     }
@@ -98,13 +98,14 @@ def list_bookkeeping() -> Iterator[Sequence[str]]:
 
 
 def list_generation() -> Iterator[Sequence[str]]:
-    """Yield jkv's seconds, the peers' relative to them, and theirs to the floor."""
+    """Yield jkv's seconds, the peers' ratios to them, and their ratios to the floor."""
     rows = read_rows("real", "smollm2, 2 threads", "smollm2, 2 threads, two rounds")
-    found = {(row["case"], row["who"]): row for row in rows}
+    found = {(row["case"], row["contender"]): row for row in rows}
     for case, label in CASES.items():
         ours = found[case, "jkv"]
         others = (
-            f"{found[case, who][BY_OURS]:.2f}" for who in ("transformers", "llama.cpp")
+            f"{found[case, contender][BY_OURS]:.2f}"
+            for contender in ("transformers", "llama.cpp")
         )
         floor = ours.get("wall by floor")
         yield (
@@ -128,14 +129,14 @@ def list_queue() -> Iterator[Sequence[str]]:
 def list_rollouts() -> Iterator[Sequence[str]]:
     """Yield tokens per second of whole queues."""
     given = "rollouts", "rollouts: sharegpt"
-    rates = {row["who"]: row["tokens/s"] for row in read_rows(*given)}
+    rates = {row["contender"]: row["tokens/s"] for row in read_rows(*given)}
     aims = {row["target"]: row for row in read_rows(*given, key="targets")}
-    for who, label in ROLLOUTS.items():
-        times = f"{rates['jkv'] / rates[who]:.3g}"
-        aim = aims.get(f"jkv / {who}", {})
+    for contender, label in ROLLOUTS.items():
+        times = f"{rates['jkv'] / rates[contender]:.3g}"
+        aim = aims.get(f"jkv / {contender}", {})
         if "at least" in aim:
             times += f" (aim {aim['at least']:g}: {aim['verdict']})"
-        yield label, f"{rates[who]:,.0f}", times
+        yield label, f"{rates[contender]:,.0f}", times
 
 
 def list_guesses() -> Iterator[Sequence[str]]:

@@ -1,4 +1,4 @@
-"""Time append, free and fork against a bare Python loop and other projects' allocators.
+"""Time append, free and fork, compared with a bare Python loop and other allocators.
 
     python benchmarks/operations.py [--peer CHECKOUT]... [--quick]
 
@@ -33,7 +33,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "operations.json"
 BARE = "bare Python loop"
 NOTHING = "a jitted identity, donated"
 
-# HLO opcodes that move no data; all others run.
+# HLO opcodes that move no data.
 FREE_OPCODES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
@@ -78,7 +78,7 @@ class Verbs:
         self.pass_through = jax.jit(lambda cache, ids: (cache, ids), donate_argnums=0)
 
     def cases(self) -> list[Case]:
-        """Return all operations and ways of calling them."""
+        """Return a case for each operation and way of calling it."""
         cases = [
             self._case("append", "eager, donated", self.started, self._donated),
             self._case("append", "in a scan", self.started, self._scanned),
@@ -117,7 +117,7 @@ class Verbs:
 
         return bookkeeping_case(
             operation=operation,
-            who=f"jkv, {how}",
+            contender=f"jkv, {how}",
             storage=self.storage,
             workload=self.workload,
             num_blocks=self.num_blocks,
@@ -142,7 +142,7 @@ class Verbs:
             calls=self.workload.num_steps,
             labels={
                 "operation": "append",
-                "who": NOTHING,
+                "contender": NOTHING,
                 "pool": self.num_blocks,
                 "storage": self.storage,
             },
@@ -254,7 +254,7 @@ def bare_loops(workload: Workload, num_blocks: int, order: list[int]) -> list[Ca
     return [
         bookkeeping_case(
             operation=operation,
-            who=BARE,
+            contender=BARE,
             workload=workload,
             num_blocks=num_blocks,
             prepare=functools.partial(start, lengths),
@@ -298,7 +298,9 @@ def counts(verbs: Verbs) -> list[dict[str, Any]]:
 def verdicts(samples: dict[str, Samples], cases: list[Case]) -> list[dict[str, Any]]:
     """Return the targets and measured ratios, paired within rounds."""
     by_label = {
-        (c.labels["operation"], c.labels["who"], c.labels["pool"]): samples[c.name]
+        (c.labels["operation"], c.labels["contender"], c.labels["pool"]): samples[
+            c.name
+        ]
         for c in cases
         if c.labels.get("storage") != "storage donated"
     }
@@ -379,7 +381,7 @@ def main() -> None:
     baseline = {
         (case.labels["operation"], case.labels["pool"]): samples[case.name]
         for case in cases
-        if case.labels["who"] == BARE
+        if case.labels["contender"] == BARE
     }
     rows = []
     for case in cases:
@@ -392,7 +394,7 @@ def main() -> None:
     columns = {
         "operation": "",
         "pool": "blocks",
-        "who": "called",
+        "contender": "called",
         "storage": "",
         "median": "median us",
         "p10": "p10",

@@ -40,7 +40,7 @@ class Line(NamedTuple):
 def read_operations(run: Run) -> Iterator[Line]:
     """Yield append, free and fork: a step's bookkeeping, eager or in a scan."""
     medians = {
-        (row["operation"], row["who"]): row["median"]
+        (row["operation"], row["contender"]): row["median"]
         for row in run["rows"]
         if row["pool"] == POOL and row.get("storage") != "storage donated"
     }
@@ -56,7 +56,7 @@ def read_operations(run: Run) -> Iterator[Line]:
 
 def read_rollouts(run: Run) -> Iterator[Line]:
     """Yield whole queues of requests."""
-    rates = {row["who"]: row["tokens/s"] for row in run["rows"]}
+    rates = {row["contender"]: row["tokens/s"] for row in run["rows"]}
     for peer, rate in rates.items():
         if not peer.startswith("jkv"):
             what = run.get("title", run["benchmark"])
@@ -92,16 +92,18 @@ def read_trainer(run: Run) -> Iterator[Line]:
 
 def read_gpu(run: Run) -> Iterator[Line]:
     """Yield attention on a GPU."""
-    calls = [call for call in run["calls"] if {"who", "median"} <= call.keys()]
-    ours = {call["workload"]: call["median"] for call in calls if call["who"] == "jkv"}
+    calls = [call for call in run["calls"] if {"contender", "median"} <= call.keys()]
+    ours = {
+        call["workload"]: call["median"] for call in calls if call["contender"] == "jkv"
+    }
     for call in calls:
-        if not call["who"].startswith("jkv") and call["workload"] in ours:
+        if not call["contender"].startswith("jkv") and call["workload"] in ours:
             median, name = call["median"], call["workload"]
             what = f"attention, {name}"
-            yield Line(what, call["who"], ours[name], median, "us", True)
+            yield Line(what, call["contender"], ours[name], median, "us", True)
 
 
-# Readers of the results files.
+# Readers by results file.
 READERS: dict[str, Callable[[Run], Iterator[Line]]] = {
     "operations": read_operations,
     "generate": read_generate,

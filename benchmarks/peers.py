@@ -67,7 +67,7 @@ class Workload:
 def bookkeeping_case(
     *,
     operation: str,
-    who: str,
+    contender: str,
     workload: Workload,
     num_blocks: int,
     prepare: Callable[[], Any],
@@ -79,7 +79,7 @@ def bookkeeping_case(
 
     Args:
       operation: append, free or fork.
-      who: contender and way of calling it.
+      contender: contender and way of calling it.
       workload: the work.
       num_blocks: size of the pool.
       prepare: creates the state before the operation.
@@ -93,16 +93,22 @@ def bookkeeping_case(
         found = blocks_in_use(state)
         if found != expected:
             raise RuntimeError(
-                f"{who}: expected {expected} blocks after {operation}, got {found}"
+                f"{contender}: expected {expected} blocks after {operation}, "
+                f"got {found}"
             )
 
     return Case(
-        name=" ".join([operation, who, *labels.values(), str(num_blocks)]),
+        name=" ".join([operation, contender, *labels.values(), str(num_blocks)]),
         prepare=prepare,
         run=run,
         calls=workload.num_steps if operation == "append" else 1,
         check=check,
-        labels={"operation": operation, "who": who, "pool": num_blocks, **labels},
+        labels={
+            "operation": operation,
+            "contender": contender,
+            "pool": num_blocks,
+            **labels,
+        },
     )
 
 
@@ -166,7 +172,7 @@ class Peer:
         """Return a case named after the peer."""
         return bookkeeping_case(
             operation=operation,
-            who=f"{self.name}, {how}",
+            contender=f"{self.name}, {how}",
             workload=workload,
             num_blocks=num_blocks,
             prepare=prepare,

@@ -37,7 +37,7 @@ def digest(name: str) -> str:
     return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()[:16]
 
 
-def say_number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -46,7 +46,7 @@ def draw_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None
     """Draw a labelled bar for each name, jkv's in its own colour."""
     colours = [OURS if name.startswith("jkv") else THEIRS for name in names]
     bars = axes.barh(names, values, color=colours)
-    axes.bar_label(bars, fmt=say_number, padding=3, fontsize=8)
+    axes.bar_label(bars, fmt=format_number, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.tick_params(labelsize=8)
@@ -64,7 +64,7 @@ def draw_operations(run: Run) -> None:
             and row["pool"] == POOL
             and row.get("storage", "metadata only") == "metadata only"
         ]
-        draw_bars(axes, [r["who"] for r in rows], [r["median"] for r in rows])
+        draw_bars(axes, [r["contender"] for r in rows], [r["median"] for r in rows])
         axes.set_xscale("log")
         axes.set_title(f"{operation}, {POOL:,} blocks: microseconds", fontsize=9)
 
@@ -84,7 +84,7 @@ def draw_reuse(run: Run) -> None:
     """Plot the time to first token with and without prefix caching."""
     figure, axes = pyplot.subplots(figsize=(7.5, 2.2), layout="constrained")
     rows = run["first token"]
-    draw_bars(axes, [r["who"] for r in rows], [r["median"] for r in rows])
+    draw_bars(axes, [r["contender"] for r in rows], [r["median"] for r in rows])
     axes.set_title("first token of a prompt of 1,024 tokens: ms", fontsize=9)
 
 
@@ -125,11 +125,11 @@ def draw_gpu(run: Run) -> None:
         "torch scaled_dot_product_attention": ("torch: contiguous", THEIRS),
     }
     usual = [r for r in run["calls"] if r["workload"].endswith(", bfloat16")]
-    for who, (label, colour) in peers.items():
+    for contender, (label, colour) in peers.items():
         points = sorted(
             (row["bytes"] / 1e6, row["of a copy"])
             for row in usual
-            if row["who"] == who and "of a copy" in row
+            if row["contender"] == contender and "of a copy" in row
         )
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
     axes.set_xscale("log")
@@ -185,8 +185,8 @@ def draw_all(folder: pathlib.Path) -> None:
             machine = run["machine"]
             is_cpu = machine["platform"] == "cpu"
             where = machine["cpu" if is_cpu else "device"]
-            said = (machine["versions"]["jax"], where, machine["date"][:10])
-            pyplot.gcf().supxlabel("JAX " + ", ".join(said), fontsize=7)
+            shown = (machine["versions"]["jax"], where, machine["date"][:10])
+            pyplot.gcf().supxlabel("JAX " + ", ".join(shown), fontsize=7)
             noted = {"Date": None, "Description": f"results {digest(name)}"}
             pyplot.savefig(folder / f"{name}.svg", metadata=noted)
             pyplot.close()

@@ -8,12 +8,11 @@ and the time to first token, warm and of a new process. jkv and `transformers` c
 in float32 with the file's weights dequantized, llama.cpp (`pip install xllamacpp`) with
 4 bits.
 
-Each contender is a process of its own (`contenders/on_laptop.py`) that idles while
-others compute; each round runs all cases of all contenders in random order, with as
-many cores as threads. CPU time is reported besides wall time, as load affects it less.
-`floor` is the time to read the weights once per step or to compute the products,
-whichever is longer, at the rates of `Floor` in the same rounds; `by floor` is the
-measured time over it.
+Each contender is a separate process (`contenders/on_laptop.py`) that idles while others
+compute; each round runs all cases of all contenders in random order, with as many cores
+as threads. CPU time is reported besides wall time, as load affects it less. `floor` is
+the longer of the times to read the weights once per step and to compute the products,
+at the rates of `Floor` in the same rounds; `by floor` is the measured time over it.
 """
 
 import argparse
@@ -51,7 +50,7 @@ class Case(NamedTuple):
 
     name: str
     call: str  # method of the contender
-    num_texts: int
+    num_sequences: int
     prompt: int  # tokens per prompt
     num_new: int  # new tokens per sequence
 
@@ -80,15 +79,15 @@ class Sizes(NamedTuple):
         read = (self.bytes_in_file if peer == "llama.cpp" else size) / rates["bytes"]
 
         def step(rows: int) -> float:
-            work = 2 * (rows * self.body + case.num_texts * self.head)
+            work = 2 * (rows * self.body + case.num_sequences * self.head)
             return max(read, work / rates["operations"])
 
-        first = step(case.num_texts * case.prompt)
-        return first + (case.num_new - 1) * step(case.num_texts)
+        first = step(case.num_sequences * case.prompt)
+        return first + (case.num_new - 1) * step(case.num_sequences)
 
 
 class Child:
-    """A contender in a process of its own."""
+    """A contender in a separate process."""
 
     def __init__(self, name: str, path: pathlib.Path, threads: int) -> None:
         """Start the process; return after it has loaded its model."""
@@ -111,7 +110,7 @@ class Child:
         return self._read()
 
     def close(self) -> None:
-        """End the process."""
+        """Close the process."""
         self._process.communicate()
 
     def _read(self) -> Any:
@@ -134,7 +133,7 @@ def make_prompts(case: Case, path: pathlib.Path, vocabulary: int) -> list[list[i
     """Return token ids, random or of the questions."""
     if case.call == "generate":
         drawn = np.random.default_rng(0)
-        shape = (case.num_texts, case.prompt)
+        shape = (case.num_sequences, case.prompt)
         return drawn.integers(1000, vocabulary - 1000, shape).tolist()
     tokenizer, chats = (
         pretrained.load_tokenizer(path),
@@ -215,7 +214,7 @@ def _row(
     sizes: Sizes | None = None,
     rates: Sequence[dict[str, float]] = (),
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"case": name, "who": peer}
+    row: dict[str, Any] = {"case": name, "contender": peer}
     for clock in ("wall", "processor"):
         seconds = [each[clock] for each in taken]
         row[clock] = statistics.median(seconds)
@@ -248,7 +247,7 @@ def _list_shapes(config: pretrained.DecoderConfig) -> Iterator[tuple[int, ...]]:
 
 def add_ratios(rows: list[dict[str, Any]]) -> None:
     """Add each peer's times relative to jkv's."""
-    own = {row["case"]: row for row in rows if row["who"] == "jkv"}
+    own = {row["case"]: row for row in rows if row["contender"] == "jkv"}
     for row in rows:
         mine = own.get(row["case"])
         if mine is not None:
@@ -272,7 +271,7 @@ def main() -> None:
         os.sched_setaffinity(0, cores[: options.threads])
     where = harness.machine()
     print(harness.header("Two published models", where), flush=True)
-    shown = ("case", "who", "wall", "processor", "MB", "wall by floor")
+    shown = ("case", "contender", "wall", "processor", "MB", "wall by floor")
     shown += ("processor by floor", "wall by jkv's", "processor by jkv's")
     for name in options.models:
         cases = [each for each in CASES if each.name in (options.cases or {each.name})]

@@ -62,21 +62,21 @@ def make_agents(most: int, seed: int = 0) -> Trace:
         return system + files, int(rng.integers(5, 60))
 
     prompts: Trace = []
-    texts = [begin() for _ in range(24)]
+    sequences = [begin() for _ in range(24)]
     due = [(float(rng.exponential(30.0)), agent) for agent in range(24)]
     heapq.heapify(due)
     while len(prompts) < most:
         now, agent = heapq.heappop(due)
-        text, turns = texts[agent]
-        prompts.append(list(text))
-        text = text + [next(numbers) for _ in range(rng.integers(1, 6))]
+        sequence, turns = sequences[agent]
+        prompts.append(list(sequence))
+        sequence = sequence + [next(numbers) for _ in range(rng.integers(1, 6))]
         pause = float(rng.exponential(30.0))
         if turns == 0:
-            text, turns = begin()
+            sequence, turns = begin()
             pause += float(rng.exponential(900.0))  # a user reads the result
-        elif len(text) > 220:  # a summary replaces the sequence
-            text = system + [next(numbers) for _ in range(8)]
-        texts[agent] = text, turns - 1
+        elif len(sequence) > 220:  # a summary replaces the sequence
+            sequence = system + [next(numbers) for _ in range(8)]
+        sequences[agent] = sequence, turns - 1
         heapq.heappush(due, (now + pause, agent))
     return prompts
 

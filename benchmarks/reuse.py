@@ -36,7 +36,7 @@ import jkv
 ROOT = pathlib.Path(__file__).parent.parent
 BUNDLED = ROOT / "examples" / "models" / "pydoc"
 RESULTS = pathlib.Path(__file__).parent / "results" / "reuse.json"
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402  (found through the line above)
 from pretrained.checkpoint import random_params  # noqa: E402
@@ -124,15 +124,15 @@ class Index:
 
     def case(
         self,
-        who: str,
+        contender: str,
         what: str,
         prepare: Callable[[], Any],
         run: Callable[[Any], Any],
         check: Callable[[Any], None] | None = None,
     ) -> Case:
         """Return a named case."""
-        labels = {"what": what, "who": who, "pool": self.num_blocks}
-        name = f"{what}, {who}, {self.num_blocks}"
+        labels = {"what": what, "contender": contender, "pool": self.num_blocks}
+        name = f"{what}, {contender}, {self.num_blocks}"
         return Case(name=name, prepare=prepare, run=run, check=check, labels=labels)
 
     def bare_found(self) -> np.ndarray:
@@ -237,7 +237,7 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
         donate_argnames="cache",
     )
 
-    def jkv_case(who: str, prefix_caching: bool, chunk_size: int) -> Case:
+    def jkv_case(contender: str, prefix_caching: bool, chunk_size: int) -> Case:
         config = jkv.CacheConfig.for_context_length(
             SHARED + OWN + 1,
             max_sequences=2,
@@ -257,11 +257,11 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
             assert int(cached) == (SHARED if prefix_caching else 0)
 
         return Case(
-            name=who,
+            name=contender,
             prepare=lambda: jnp.array([shared + next(ends)]),
             run=run,
             check=check,
-            labels={"who": who},
+            labels={"contender": contender},
         )
 
     cases = [
@@ -291,16 +291,16 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
     with torch.no_grad():
         past = peer(torch.tensor([shared]), use_cache=True)[kept]
 
-    def peer_case(who: str, reuse: bool) -> Case:
+    def peer_case(contender: str, reuse: bool) -> Case:
         def run(tokens: Any) -> Any:
             options = {kept: copy.deepcopy(past)} if reuse else {}
             return peer.generate(tokens, max_new_tokens=1, do_sample=False, **options)
 
         return Case(
-            name=who,
+            name=contender,
             prepare=lambda: torch.tensor([shared + next(ends)]),
             run=run,
-            labels={"who": who},
+            labels={"contender": contender},
         )
 
     cases += [
@@ -343,7 +343,7 @@ def no_hit_cases() -> tuple[list[Case], list[dict[str, Any]]]:
 
     cases, counted = [], []
     for prefix_caching in (False, True):
-        who = "with an index" if prefix_caching else "without"
+        contender = "with an index" if prefix_caching else "without"
         config = jkv.CacheConfig.for_context_length(
             1024,
             max_sequences=BATCH_SIZE,
@@ -358,7 +358,7 @@ def no_hit_cases() -> tuple[list[Case], list[dict[str, Any]]]:
         costs = compiled.cost_analysis() or {}
         counted.append(
             {
-                "who": who,
+                "contender": contender,
                 "parameters": num_params,
                 "metadata bytes": config.bytes
                 - sum(pool.nbytes for pool in cache.storage[0].arrays.values()),
@@ -377,11 +377,11 @@ def no_hit_cases() -> tuple[list[Case], list[dict[str, Any]]]:
 
         cases.append(
             Case(
-                name=who,
+                name=contender,
                 prepare=lambda: None,
                 run=run,
                 calls=NUM_STEPS,
-                labels={"who": who},
+                labels={"contender": contender},
             )
         )
     return cases, counted
@@ -411,7 +411,9 @@ def main() -> None:
     index_rows = rows_of(index_cases, index_samples)
     print(
         "\n"
-        + harness.table(index_rows, {"what": "", "who": "", "pool": "blocks"} | spread)
+        + harness.table(
+            index_rows, {"what": "", "contender": "", "pool": "blocks"} | spread
+        )
     )
     large, small = (index_samples[f"match, jkv, {n}"] for n in (65_536, 4_096))
     targets = [
@@ -429,14 +431,14 @@ def main() -> None:
     print(
         "\n"
         + harness.table(
-            token_rows, {"who": "first token"} | spread | {"ratio": "by cached"}
+            token_rows, {"contender": "first token"} | spread | {"ratio": "by cached"}
         )
     )
 
     hit_cases, counted = no_hit_cases()
     hit_samples = harness.interleave(hit_cases, rounds=options.rounds)
     hit_rows = rows_of(hit_cases, hit_samples)
-    print("\n" + harness.table(hit_rows, {"who": "decode step"} | spread))
+    print("\n" + harness.table(hit_rows, {"contender": "decode step"} | spread))
     columns = {key: key for key in counted[0]}
     print("\n" + harness.table(counted, columns))
     ratio = hit_samples["with an index"].ratio_to(hit_samples["without"])

@@ -43,12 +43,17 @@ TUNIX = ROOT / ".venv-tunix" / "bin" / "python"
 LIMIT = 1800  # seconds until a contender is killed
 
 
-def run_apart(who: str, path: pathlib.Path, cache: pathlib.Path) -> dict[str, Any]:
-    """Run a contender in a process of its own; return seconds and counts."""
-    module, name = CONTENDERS[who]
+def run_apart(
+    contender: str, path: pathlib.Path, cache: pathlib.Path
+) -> dict[str, Any]:
+    """Run a contender in a separate process; return seconds and counts."""
+    module, name = CONTENDERS[contender]
     python = TUNIX if module == "of_tunix" else pathlib.Path(sys.executable)
     if not python.exists():
-        return {"who": who, "cannot": f"no {python.name} in .venv-tunix: make tunix"}
+        return {
+            "contender": contender,
+            "cannot": f"no {python.name} in .venv-tunix: make tunix",
+        }
     command = [str(python), "-m", "contenders.run_one", module, name, str(path)]
     # Later rounds hit the first round's compilation cache.
     environment = os.environ | {
@@ -67,11 +72,14 @@ def run_apart(who: str, path: pathlib.Path, cache: pathlib.Path) -> dict[str, An
             timeout=LIMIT,
         )
     except subprocess.TimeoutExpired:
-        return {"who": who, "cannot": f"it took more than {LIMIT} seconds"}
+        return {"contender": contender, "cannot": f"it took more than {LIMIT} seconds"}
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"who": who, "cannot": said[-1] if said else "it was killed"}
-    return {"who": who} | json.loads(done.stdout.splitlines()[-1])
+        errors = [line for line in done.stderr.splitlines() if line.strip()]
+        return {
+            "contender": contender,
+            "cannot": errors[-1] if errors else "it was killed",
+        }
+    return {"contender": contender} | json.loads(done.stdout.splitlines()[-1])
 
 
 def run_rounds(
@@ -94,9 +102,11 @@ def run_rounds(
         passed = time.perf_counter() - began
         if number and passed * (number + 1) / number > seconds:
             break
-        for who in order.sample(names, len(names)):
-            if not any(run["who"] == who and "cannot" in run for run in runs):
-                run = run_apart(who, path, folder / "compiled")
+        for contender in order.sample(names, len(names)):
+            if not any(
+                run["contender"] == contender and "cannot" in run for run in runs
+            ):
+                run = run_apart(contender, path, folder / "compiled")
                 runs.append(
                     run | {"round": number, "load": round(os.getloadavg()[0], 2)}
                 )
@@ -107,14 +117,18 @@ def run_rounds(
 def make_rows(runs: list[dict[str, Any]], workload: Workload) -> list[dict[str, Any]]:
     """Return a row per contender: median, minimum and maximum over the rounds."""
     rows = []
-    for who in (name for name in CONTENDERS if any(r["who"] == name for r in runs)):
-        mine = [run for run in runs if run["who"] == who and "cannot" not in run]
+    for contender in (
+        name for name in CONTENDERS if any(r["contender"] == name for r in runs)
+    ):
+        mine = [
+            run for run in runs if run["contender"] == contender and "cannot" not in run
+        ]
         if not mine:
-            rows.append(next(run for run in runs if run["who"] == who))
-            rows[-1] = {"who": who, "cannot": rows[-1]["cannot"]}
+            rows.append(next(run for run in runs if run["contender"] == contender))
+            rows[-1] = {"contender": contender, "cannot": rows[-1]["cannot"]}
             continue
         speeds = [workload.num_tokens / run["seconds"] for run in mine]
-        row = {"who": who, "tokens/s": statistics.median(speeds)}
+        row = {"contender": contender, "tokens/s": statistics.median(speeds)}
         row |= {"least": min(speeds), "most": max(speeds), "runs": len(mine)}
         rows.append(row | _describe(mine[0], workload))
         if "host_share" in mine[0]:
@@ -131,8 +145,8 @@ def _describe(run: dict[str, Any], workload: Workload) -> dict[str, Any]:
     if busy := run.get("sequence_steps"):
         row["busy %"] = 100 * busy / (steps * workload.num_running)
     if computed := run.get("prompt_tokens"):
-        asked = workload.num_prompt_tokens * workload.num_samples
-        row["prompt computed"] = computed / asked
+        request = workload.num_prompt_tokens * workload.num_samples
+        row["prompt computed"] = computed / request
     if places := run.get("queue_steps", 0) * workload.num_running:
         row["busy while queued %"] = 100 - 100 * run["idle_places"] / places
     return row
@@ -142,18 +156,22 @@ def compare(
     runs: list[dict[str, Any]], rows: list[dict[str, Any]], contest: Contest
 ) -> list[dict[str, Any]]:
     """Return the targets, and "met" or "missed"."""
-    seconds = {(r["who"], r["round"]): r["seconds"] for r in runs if "seconds" in r}
+    seconds = {
+        (r["contender"], r["round"]): r["seconds"] for r in runs if "seconds" in r
+    }
     targets = []
-    for who, least in contest.reach.items():
+    for contender, least in contest.reach.items():
         ratios = [
             taken / seconds["jkv", number]
             for (name, number), taken in seconds.items()
-            if name == who and ("jkv", number) in seconds
+            if name == contender and ("jkv", number) in seconds
         ]
         if ratios:
             measured = statistics.median(ratios)
             spread = {"least": min(ratios), "most": max(ratios)}
-            targets.append(_judge(f"jkv / {who}", measured, at_least=least) | spread)
+            targets.append(
+                _judge(f"jkv / {contender}", measured, at_least=least) | spread
+            )
     counted = {k: v for row in rows for k, v in row.items() if k in contest.counts}
     for name, bounds in contest.counts.items():
         if name in counted:
@@ -223,7 +241,9 @@ def run_contest(
 ) -> None:
     """Measure one workload."""
     contest, where = CONTESTS[key], describe_machine()
-    names = [who for who in ("jkv", *contest.reach) if who in options.only]
+    names = [
+        contender for contender in ("jkv", *contest.reach) if contender in options.only
+    ]
     if not names:
         return
     print(harness.header(f"Rollouts: {contest.title}", where))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jkv.commands.capacity import Plan, make_plan
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402
 from replicated.prefixes import (  # noqa: E402
@@ -252,7 +252,7 @@ def router_rows() -> Iterator[dict[str, str]]:
     table = PrefixTable(num_pieces)
     table.note("replica", [number.to_bytes(HASH_BYTES) for number in range(num_pieces)])
     stats = {"free_blocks": num_tokens // 16, "places": 256, "version": 100_000}
-    told = len(pickle.dumps(stats)) / STATS_SECONDS
+    bytes_per_second = len(pickle.dumps(stats)) / STATS_SECONDS
     for num_replicas in (8, 64, 512):
         yield {
             "replicas": f"{num_replicas}",
@@ -261,7 +261,7 @@ def router_rows() -> Iterator[dict[str, str]]:
             # A binary search in each replica's hashes.
             "look-ups for a request": f"{num_replicas * len(hashes).bit_length():,}",
             "KiB of hashes sent with it": f"{HASH_BYTES * len(hashes) / 2**10:g}",
-            "KB/s that replicas tell": f"{num_replicas * told / 1e3:.1f}",
+            "KB/s that replicas report": f"{num_replicas * bytes_per_second / 1e3:.1f}",
         }
 
 

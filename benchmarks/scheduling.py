@@ -224,24 +224,26 @@ class Loops:
 
     def _case(
         self,
-        who: str,
+        contender: str,
         prepare: Callable[[], Any],
         run: Callable[[Any], Any],
         check: Callable[[Any], None] | None = None,
     ) -> Case:
         return Case(
-            name=f"{who}: {self.workload.name}",
+            name=f"{contender}: {self.workload.name}",
             prepare=prepare,
             run=run,
             calls=self.workload.num_steps,
             check=check,
-            labels={"workload": self.workload.name, "who": who},
+            labels={"workload": self.workload.name, "contender": contender},
         )
 
 
 def compare(workload: Workload, samples: dict[str, Samples]) -> dict[str, Any]:
     """Return both times of a step, their difference and its limit."""
-    ours, bare = (samples[f"{who}: {workload.name}"] for who in ("jkv", BARE))
+    ours, bare = (
+        samples[f"{contender}: {workload.name}"] for contender in ("jkv", BARE)
+    )
     common = ours.seconds.keys() & bare.seconds.keys()
     added = Samples({r: ours.seconds[r] - bare.seconds[r] for r in common})
     row = {

@@ -80,10 +80,10 @@ def dense_score(shapes: Shapes) -> Score:
 
     def score(params: Any, prompt: jax.Array, continuations: jax.Array) -> jax.Array:
         def score_one(continuation: jax.Array) -> jax.Array:
-            text = jnp.concatenate([prompt, continuation[:-1]])
-            positions = jnp.arange(len(text), dtype=jnp.int32)
+            sequence = jnp.concatenate([prompt, continuation[:-1]])
+            positions = jnp.arange(len(sequence), dtype=jnp.int32)
             rows = slice(len(prompt) - 1, None)
-            logits = compute_logits(params, text, positions, attend, shapes, rows)
+            logits = compute_logits(params, sequence, positions, attend, shapes, rows)
             found = jax.nn.log_softmax(logits)
             return jnp.take_along_axis(found, continuation[:, None], axis=1)[:, 0]
 
@@ -133,8 +133,8 @@ def make_cases(
         return jnp.asarray(rng.integers(0, shapes.vocabulary, shape, np.int32))
 
     params = jax.tree.map(draw, describe_weights(shapes))
-    texts = draw_tokens(num_prompt), draw_tokens(num_continuations, length)
-    weights = jnp.asarray(rng.standard_normal(texts[1].shape, np.float32))
+    sequences = draw_tokens(num_prompt), draw_tokens(num_continuations, length)
+    weights = jnp.asarray(rng.standard_normal(sequences[1].shape, np.float32))
     contenders = {
         SHARED: paged_score(shapes, is_shared=True),
         APART: paged_score(shapes, is_shared=False),
@@ -144,14 +144,14 @@ def make_cases(
     cases = []
     for name, score in contenders.items():
 
-        def loss(params: Any, *texts: Any, score: Score = score) -> jax.Array:
-            return jnp.sum(score(params, *texts) * weights)
+        def loss(params: Any, *sequences: Any, score: Score = score) -> jax.Array:
+            return jnp.sum(score(params, *sequences) * weights)
 
         for kind, function in {"forward": score, "gradient": jax.grad(loss)}.items():
             cases.append(
                 Case(
                     name=f"{name}, {kind}",
-                    prepare=lambda: (params, *texts),
+                    prepare=lambda: (params, *sequences),
                     run=functools.partial(_run, jax.jit(function)),
                     check=functools.partial(_compare, expected, kind),
                     labels={"contender": name, "kind": kind},

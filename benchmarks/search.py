@@ -7,7 +7,7 @@ simulations of each, eight choices. Both contenders find the same trees:
 
 * paged: a node is a sequence, a branch is `jkv.fork`.
 * cloned: a node has a row of a dense array, which a branch copies, in plain JAX
-  (`tests/support/cloned_texts.py`).
+  (`tests/support/decoding/cloned_sequences.py`).
 
 Load-independent counts: the peak number of blocks, the same without sharing between
 live nodes, and the bytes of the blocks and of the dense array, which releases no row.
@@ -29,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]  # no packages
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]  # they are not packages
 
 import pretrained  # noqa: E402
 import tree_search  # noqa: E402
-from searching.paged_texts import PagedTexts  # noqa: E402
+from searching.paged_sequences import PagedSequences  # noqa: E402
 from searching.puzzle import Puzzle, read_vocabulary  # noqa: E402
 from searching.search import Settings, Writer, search  # noqa: E402
-from support.cloned_texts import (  # noqa: E402, the tests compare with them
-    ClonedTexts,
+from support.decoding.cloned_sequences import (  # noqa: E402, as in the tests
+    ClonedSequences,
     dense_step,
     read_weights,
 )
@@ -52,25 +52,27 @@ SETTINGS = Settings(num_simulations=64, num_choices=8, max_tokens=27)
 @jax.jit
 def solve_cloned(weights, prompt, puzzle):
     """Search with a dense row per node."""
-    texts, rows, logits = ClonedTexts.open(
+    sequences, rows, logits = ClonedSequences.open(
         dense_step,
         weights,
         prompt,
-        num_texts=LINES * (SETTINGS.num_simulations + 1) + 1,
+        num_sequences=LINES * (SETTINGS.num_simulations + 1) + 1,
         max_length=prompt.shape[0] + SETTINGS.max_tokens,
         count=LINES,
     )
-    found = search(Writer(dense_step, weights, puzzle, SETTINGS), texts, rows, logits)
+    found = search(
+        Writer(dense_step, weights, puzzle, SETTINGS), sequences, rows, logits
+    )
     return found.tree, found.found
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def sample(model, params, cache, prompt, puzzle):
     """Return the likelihoods of samples under the search's rules, f32[n, B]."""
-    texts, roots, logits = PagedTexts.open(model, params, cache, prompt, LINES)
+    sequences, roots, logits = PagedSequences.open(model, params, cache, prompt, LINES)
 
     def write(carry):
-        texts, seq_ids, logits, line, key = carry
+        sequences, seq_ids, logits, line, key = carry
         key, of_step = jax.random.split(key)
         choices = puzzle.choose(logits, line, SETTINGS.num_choices)
         drawn = jax.random.categorical(of_step, choices.logprobs)[:, None]
@@ -79,21 +81,21 @@ def sample(model, params, cache, prompt, puzzle):
         )
         line = puzzle.advance(line, tokens, logprobs)
         going = jnp.where(line.is_over, jkv.NO_SEQUENCE, seq_ids)
-        texts, logits = texts.extend(model, params, going, tokens)
-        return texts, seq_ids, logits, line, key
+        sequences, logits = sequences.extend(model, params, going, tokens)
+        return sequences, seq_ids, logits, line, key
 
-    def draw(texts, key):
-        texts, seq_ids = texts.branch(roots)
+    def draw(sequences, key):
+        sequences, seq_ids = sequences.branch(roots)
         line = puzzle.begin(SETTINGS.max_tokens)
-        texts, _, _, line, _ = jax.lax.while_loop(
+        sequences, _, _, line, _ = jax.lax.while_loop(
             lambda carry: ~carry[3].is_over.all(),
             write,
-            (texts, seq_ids, logits, line, key),
+            (sequences, seq_ids, logits, line, key),
         )
-        return texts.drop(seq_ids), puzzle.judge(line)
+        return sequences.drop(seq_ids), puzzle.judge(line)
 
     keys = jax.random.split(jax.random.key(0), SETTINGS.num_simulations)
-    return jax.lax.scan(draw, texts, keys)[1]
+    return jax.lax.scan(draw, sequences, keys)[1]
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -123,11 +125,11 @@ def measure(rounds: int) -> dict[str, Any]:
         rounds=rounds,
         warmup=1,
     )
-    texts, tree, lines = found["paged"]
+    sequences, tree, lines = found["paged"]
     drawn = np.asarray(sample(model, params, jkv.init(config), prompt, puzzle))
     best = drawn.max(axis=0)
-    peak, alone = int(texts.peak_blocks), int(texts.unshared_peak_blocks)
-    pools = texts.cache.storage[0]
+    peak, alone = int(sequences.peak_blocks), int(sequences.unshared_peak_blocks)
+    pools = sequences.cache.storage[0]
     of_block = (pools.key_pool.nbytes + pools.value_pool.nbytes) / config.num_blocks
     of_token = of_block / config.block_size
     num_rows = LINES * (SETTINGS.num_simulations + 1) + 1

@@ -52,10 +52,10 @@ def serve(engine, rng, count):
     starts = rng.integers(0, VOCABULARY - 30, count)
     for i in range(count):
         prompt = np.arange(starts[i], starts[i] + lengths[i])
-        asked = dict(max_new_tokens=int(limits[i]), stop_tokens=[30], timeout=600.0)
+        request = dict(max_new_tokens=int(limits[i]), stop_tokens=[30], timeout=600.0)
         while True:
             try:
-                number = engine.submit(prompt, **asked)
+                number = engine.submit(prompt, **request)
                 break
             except QueueFull:
                 engine.step()

@@ -46,7 +46,7 @@ import openai
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.replicas import find_replicas  # noqa: E402 (the path is set above)
+from support.serving.replicas import find_replicas  # noqa: E402 (the path is set above)
 
 EXAMPLES = ROOT / "examples"
 RESULTS = ROOT / "benchmarks" / "results" / "soak_http.json"
@@ -79,7 +79,7 @@ class Server:
     def __init__(self, options, folder):
         self.is_ray, self.port = options.ray, options.port
         self.num_processes = options.processes
-        self._said = folder / "said"
+        self._log = folder / "said"
         script = "serve_ray.py" if options.ray else "serve_http.py"
         arguments = [*SIZES.split(), "--port", str(options.port)]
         if options.ray:
@@ -90,9 +90,9 @@ class Server:
             sharing = f"--processes {options.processes} --devices 1 --restarts 3"
             arguments += [*sharing.split(), "--logs", str(folder / "logs")]
         self._command = [sys.executable, str(EXAMPLES / script), *arguments]
-        with self._said.open("wb") as said:
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=subprocess.DEVNULL, stderr=said
+                self._command, stdout=subprocess.DEVNULL, stderr=log
             )
         self.grown = []
 
@@ -103,7 +103,7 @@ class Server:
                 return self.read("/health")
             except OSError:
                 if self._process.poll() is not None:
-                    sys.exit(f"the server did not start: {self._said.read_text()}")
+                    sys.exit(f"the server did not start: {self._log.read_text()}")
                 time.sleep(1)
 
     def read(self, path):
@@ -125,7 +125,7 @@ class Server:
             return find_replicas()
         if self.num_processes == 1:
             return [self._process.pid]
-        found = re.findall(r"process (\d+) has pid (\d+)", self._said.read_text())
+        found = re.findall(r"process (\d+) has pid (\d+)", self._log.read_text())
         newest = dict(found)  # the last one of each number
         return [int(newest[str(number)]) for number in range(self.num_processes)]
 
@@ -198,7 +198,7 @@ class Crowd:
         self._num_clients, self._is_ray = options.clients, options.ray
         self._expected = {}
         self.is_cut = False  # True after processes were killed, during the restart
-        self.longest_pause = 0.0  # seconds in which the clients themselves did not run
+        self.longest_pause = 0.0  # seconds in which the clients themselves stalled
         self.seen = collections.Counter()
         self.ids = collections.Counter()
         self.waits = {-1: [], 0: []}  # seconds to first token, by priority
@@ -237,11 +237,11 @@ class Crowd:
                 await asyncio.sleep(1)
             bar(self.num_asked)
 
-    async def _try(self, kind, ask, *asked):
+    async def _try(self, kind, ask, *given):
         """Send a request; return False if it has to be repeated."""
         was_cut = self.is_cut
         try:
-            await ask(*asked)
+            await ask(*given)
             self.seen[kind] += 1
         except openai.RateLimitError as error:
             self.seen["told to come later"] += 1

@@ -259,9 +259,9 @@ class Arrivals:
         )
         while np.asarray(state.is_running).any():
             cache, state = self._step(cache, state)
-        texts = np.full((self.num, self.width), -1, np.int32)
-        texts[:, :128] = self.tokens((self.num, 128))
-        state = self.add(cache, state, np.arange(self.num), texts)
+        tokens = np.full((self.num, self.width), -1, np.int32)
+        tokens[:, :128] = self.tokens((self.num, 128))
+        state = self.add(cache, state, np.arange(self.num), tokens)
         while not np.asarray(state.result.lengths)[: self.num].all():
             cache, state = self._step(cache, state)
         return cache, state
@@ -336,7 +336,7 @@ def measure_speculation(options: Options) -> Part:
         speed_up = samples["plain"].ratio_to(samples["look-up"])
         rows.append(
             {
-                "texts": count,
+                "sequences": count,
                 "plain tokens/s": count * num_new / samples["plain"].median,
                 "tokens/s": count * num_new / samples["look-up"].median,
                 "speed-up": speed_up,
@@ -373,13 +373,13 @@ def measure_generate(options: Options) -> Part:
     random = np.random.default_rng(0)
     prompts = random.integers(1, 8_000, (16, options.pick(128, 16)), np.int32)
     held = [jkv.init(make_config(model, prompts.shape[1] + num_new, 16))]
-    texts: dict[str, np.ndarray] = {}
+    tokens: dict[str, np.ndarray] = {}
 
     def run_ours(_: None) -> None:
         held[0], result = generate(
             model, params, held[0], prompts, max_new_tokens=num_new
         )
-        texts["jkv"] = np.asarray(result.tokens)
+        tokens["jkv"] = np.asarray(result.tokens)
 
     def run_theirs(_: None) -> None:
         given = torch.tensor(prompts, dtype=torch.int64)
@@ -389,18 +389,18 @@ def measure_generate(options: Options) -> Part:
             max_new_tokens=num_new,
             do_sample=False,
         )
-        texts["transformers"] = made[:, prompts.shape[1] :].numpy()
+        tokens["transformers"] = made[:, prompts.shape[1] :].numpy()
 
     runs = {"jkv": run_ours, "transformers": run_theirs}
     cases = [Case(name=n, prepare=lambda: None, run=run) for n, run in runs.items()]
     samples = harness.interleave(cases, rounds=options.rounds, warmup=1)
     rows = [
         {
-            "who": name,
+            "contender": name,
             "parameters": sum(each.size for each in jax.tree.leaves(params)),
-            "tokens/s": texts[name].size / taken.median,
+            "tokens/s": tokens[name].size / taken.median,
             "jkv by this": taken.ratio_to(samples["jkv"]),
-            "same tokens": float(np.mean(texts[name] == texts["jkv"])),
+            "same tokens": float(np.mean(tokens[name] == tokens["jkv"])),
             "seconds": taken.row(1),
         }
         for name, taken in samples.items()

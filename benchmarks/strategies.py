@@ -2,10 +2,10 @@
 
     python benchmarks/strategies.py [--rounds 5] [--only PART]
 
-Parts: speculation, beams, samples, prefixes.
+Parts: speculation, heads, beams, samples, prefixes.
 
-All with the bundled model in float32, on the beginnings of the 46 held-out documents,
-192 tokens each, continued greedily by 128 tokens.
+All but heads with the bundled model in float32, on the beginnings of the 46 held-out
+documents, 192 tokens each, continued greedily by 128 tokens.
 
 Speculative decoding: tokens per second of `jkv.generate` with draft tokens and without,
 otherwise the same call, interleaved. Sequences are ranked by repetition, measured on
@@ -20,6 +20,10 @@ the plain completions by `zlib` compression.
 
 Load-independent counts: steps without and with draft tokens, draft tokens computed, and
 accepted ones.
+
+Heads: SmolLM2, downloaded once, with questions as a chat: look-up, and an EAGLE-3 head
+that `examples/train_drafter.py` trained (`--head FOLDER`), with three draft tokens in
+each step.
 
 Beam search: `jkv.beam_search` and `transformers`, with the same prompts and beams:
 tokens per second, and the peak number of blocks with and without sharing between beams.
@@ -45,13 +49,14 @@ import jax.numpy as jnp
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import corpus  # noqa: E402
 import models  # noqa: E402
 import pretrained  # noqa: E402
+from bundled import corpus  # noqa: E402
+from pretrained.drafters import load_drafter  # noqa: E402
 
 import jkv  # noqa: E402
 from jkv.attention.backend import Backend  # noqa: E402
@@ -67,6 +72,7 @@ from jkv.decoding import (  # noqa: E402
 FOLDER = ROOT / "examples" / "models" / "pydoc"
 DRAFT_FOLDER = ROOT / "examples" / "models" / "pydoc_draft"
 RESULTS = pathlib.Path(__file__).parent / "results" / "strategies.json"
+QUESTIONS = pathlib.Path(__file__).parent / "contenders" / "questions.txt"
 PROMPT_TOKENS, NEW_TOKENS, RUNNING = 192, 128, 8
 BEAM_TOKENS, NUM_BEAMS, BEAM_PROMPTS = 48, 4, 4
 SAMPLES, SAMPLED_PROMPTS = 8, 4
@@ -85,6 +91,10 @@ beam_search = jax.jit(
 )
 
 
+# Name, prompts, sampling, and the drafters to compare.
+Workload = tuple[str, np.ndarray, Sampling, dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
     """A model, its weights, and its prompts."""
@@ -92,6 +102,7 @@ class Subject:
     model: Any
     params: Any
     prompts: np.ndarray  # i32[46, PROMPT_TOKENS], -1 after the end of short documents
+    stop_tokens: tuple[int, ...] = ()
 
     @classmethod
     def load(cls) -> "Subject":
@@ -143,26 +154,34 @@ class Subject:
 
 def make_cache(model: Any, rows: int, length: int) -> jkv.Cache:
     """Return a cache for sequences of `length` tokens."""
-    config = jkv.CacheConfig.for_context_length(
+    return jkv.init(find_config(model, rows, length))
+
+
+def find_config(model: Any, rows: int, length: int) -> jkv.CacheConfig:
+    """Return the sizes of a cache for sequences of `length` tokens."""
+    return jkv.CacheConfig.for_context_length(
         length, max_sequences=rows, dtype=jnp.float32, **model.cache_fields
     )
-    return jkv.init(config)
 
 
 def as_draft(model: Any, params: Any, rows: int) -> DraftModel:
     """Return a model as a draft model for `rows` sequences."""
-    cache = make_cache(model, rows, PROMPT_TOKENS + NEW_TOKENS)
-    return DraftModel(model=model, params=params, cache=cache)
+    config = find_config(model, rows, PROMPT_TOKENS + NEW_TOKENS)
+    return DraftModel(model=model, params=params, config=config)
 
 
 class Run:
-    """One way to generate, reusing its cache."""
+    """A generation with given options, which reuses its cache."""
 
     def __init__(self, subject: Subject, prompts: np.ndarray, **options: Any):
         self._subject, self._prompts = subject, prompts
-        self._options = {"sampling": GREEDY} | options
+        self._options = {"sampling": GREEDY, "stop_tokens": subject.stop_tokens}
+        self._options |= options
         self._running = min(RUNNING, len(prompts))
-        self._cache = subject.cache(self._running)
+        config = find_config(subject.model, self._running, PROMPT_TOKENS + NEW_TOKENS)
+        if (drafter := options.get("speculate")) is not None:
+            config = jkv.with_drafter(config, drafter)
+        self._cache = jkv.init(config)
         self.result: Any = None
 
     def __call__(self, _: object) -> None:
@@ -183,56 +202,103 @@ def measure_speculation(subject: Subject, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each workload."""
     everything, best = subject.prompts, subject.ranked
     eager = PromptLookup(min_ngram=1)
-    workloads: list[tuple[str, np.ndarray, Sampling, Any]] = [
-        ("repetitive, look-up", best[:1], GREEDY, PromptLookup()),
-        ("repetitive, look-up", best[:RUNNING], GREEDY, PromptLookup()),
-        ("all, look-up", everything, GREEDY, PromptLookup()),
-        ("repetitive, draft model", best[:1], GREEDY, subject.draft(1)),
-        ("repetitive, draft model", best[:RUNNING], GREEDY, subject.draft(RUNNING)),
-        ("ordinary, draft model", subject.ordinary, GREEDY, subject.draft(RUNNING)),
-        ("nothing accepted, look-up", best[:RUNNING], HOT, eager),
+    lookup, draft = PromptLookup(), subject.draft
+    workloads: list[Workload] = [
+        ("repetitive", best[:1], GREEDY, {"look-up": lookup, "draft model": draft(1)}),
         (
-            "nothing accepted, draft model",
+            "repetitive",
             best[:RUNNING],
             GREEDY,
-            subject.random_draft(RUNNING),
+            {"look-up": lookup, "draft model": draft(RUNNING)},
+        ),
+        ("all", everything, GREEDY, {"look-up": lookup}),
+        ("ordinary", subject.ordinary, GREEDY, {"draft model": draft(RUNNING)}),
+        ("nothing accepted", best[:RUNNING], HOT, {"look-up": eager}),
+        (
+            "nothing accepted",
+            best[:RUNNING],
+            GREEDY,
+            {"draft model": subject.random_draft(RUNNING)},
         ),
     ]
+    return compare_speculation(subject, workloads, rounds)
+
+
+def measure_heads(
+    subject: Subject, rounds: int, folder: pathlib.Path
+) -> list[dict[str, Any]]:
+    """Return rows of SmolLM2 with questions, look-up and an EAGLE-3 head."""
+    del subject
+    path = models.fetch("smollm2")
+    tokenizer = pretrained.load_tokenizer(path)
+    model, params = pretrained.load(path, dtype=jnp.float32, loop_layers=True)
+    prompts = np.full((RUNNING, PROMPT_TOKENS), -1, np.int32)
+    # Without the first question, which has an answer of a few tokens.
+    questions = QUESTIONS.read_text().splitlines()[1:]
+    for row, question in zip(prompts, questions, strict=False):
+        chat = pretrained.render_chat(path, question)
+        ids = tokenizer.encode(chat, add_special_tokens=False).ids
+        row[: len(ids)] = ids
+    workloads: list[Workload] = []
+    for count in (1, RUNNING):
+        config = find_config(model, count, PROMPT_TOKENS + NEW_TOKENS)
+        head = load_drafter(folder, model, params, config, num_tokens=3)
+        drafters = {
+            "look-up": PromptLookup(),
+            "head in each step": dataclasses.replace(head, cost=1.0),
+        }
+        workloads.append(("questions", prompts[:count], GREEDY, drafters))
+    subject = Subject(model, params, prompts, model.config.stop_tokens)
+    return compare_speculation(subject, workloads, rounds)
+
+
+def compare_speculation(
+    subject: Subject, workloads: list[Workload], rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row for each workload and drafter; plain runs are interleaved."""
     rows = []
-    for name, prompts, sampling, speculate in workloads:
+    for name, prompts, sampling, drafters in workloads:
         plain = Run(subject, prompts, sampling=sampling)
-        guessing = Run(subject, prompts, sampling=sampling, speculate=speculate)
-        cases = {"plain": plain, "guessing": guessing}
+        drafting = {
+            label: Run(subject, prompts, sampling=sampling, speculate=drafter)
+            for label, drafter in drafters.items()
+        }
         samples = harness.interleave(
             [
-                harness.Case(name=name, prepare=lambda: None, run=run)
-                for name, run in cases.items()
+                harness.Case(name=label, prepare=lambda: None, run=run)
+                for label, run in {"plain": plain, **drafting}.items()
             ],
             rounds=rounds,
             warmup=1,
         )
-        counts, before = guessing.result.statistics, plain.result.statistics
-        num_tokens = int(plain.result.lengths.sum())
-        rows.append(
-            {
-                "workload": name,
-                "prompts": len(prompts),
-                "plain tokens/s": num_tokens / samples["plain"].median,
-                "tokens/s": num_tokens / samples["guessing"].median,
-                "speed-up": samples["plain"].ratio_to(samples["guessing"]),
-                "plain steps": int(before.num_steps),
-                "steps": int(counts.num_steps),
-                "with speculation": int(counts.checking_steps),
-                "guessed": int(counts.draft_tokens),
-                "accepted": int(counts.accepted_tokens),
-                # Greedy completions must not depend on draft tokens.
-                "same texts": np.array_equal(
-                    plain.result.tokens, guessing.result.tokens
-                ),
-                "seconds": {name: each.row(1) for name, each in samples.items()},
-            }
-        )
-        print(harness.table(rows[-1:], columns(rows)), flush=True)
+        before, num_tokens = plain.result, int(plain.result.lengths.sum())
+        for label, run in drafting.items():
+            counts = run.result.statistics
+            drafted, accepted = int(counts.draft_tokens), int(counts.accepted_tokens)
+            most = drafters[label].num_tokens
+            rows.append(
+                {
+                    "workload": f"{name}, {label}",
+                    "prompts": len(prompts),
+                    "plain tokens/s": num_tokens / samples["plain"].median,
+                    "tokens/s": num_tokens / samples[label].median,
+                    "speed-up": samples["plain"].ratio_to(samples[label]),
+                    "plain steps": int(before.statistics.num_steps),
+                    "steps": int(counts.num_steps),
+                    "with speculation": int(counts.checking_steps),
+                    "guessed": drafted,
+                    "accepted": accepted,
+                    # For the sequence with the most draft tokens, including its own
+                    # token.
+                    "tokens of a step": 1 + most * accepted / max(drafted, 1),
+                    # Greedy completions must not depend on draft tokens.
+                    "same sequences": np.array_equal(before.tokens, run.result.tokens),
+                    "seconds": {
+                        each: samples[each].row(1) for each in ("plain", label)
+                    },
+                }
+            )
+            print(harness.table(rows[-1:], columns(rows)), flush=True)
     return rows
 
 
@@ -287,7 +353,7 @@ def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
         rounds=rounds,
         warmup=1,
     )
-    texts = np.asarray(found["theirs"][:, PROMPT_TOKENS:])
+    tokens = np.asarray(found["theirs"][:, PROMPT_TOKENS:])
     statistics, num_tokens = found["ours"].statistics, len(prompts) * BEAM_TOKENS
     return [
         {
@@ -298,7 +364,9 @@ def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
             "speed-up": samples["transformers"].ratio_to(samples["jkv"]),
             "peak blocks": int(statistics.peak_blocks),
             "of copying caches": int(statistics.unshared_peak_blocks),
-            "same texts": bool((np.asarray(found["ours"].tokens[:, 0]) == texts).all()),
+            "same sequences": bool(
+                (np.asarray(found["ours"].tokens[:, 0]) == tokens).all()
+            ),
             "seconds": {name: each.row(1) for name, each in samples.items()},
         }
     ]
@@ -422,7 +490,7 @@ class Steps:
 
 def main() -> None:
     """Measure, print, save."""
-    parts = {
+    parts: dict[str, Any] = {
         "speculation": measure_speculation,
         "beams": measure_beams,
         "samples": measure_samples,
@@ -430,8 +498,11 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=tuple(parts))
+    parser.add_argument("--only", choices=(*parts, "heads"))
+    parser.add_argument("--head", type=pathlib.Path, help="of the part heads")
     options = parser.parse_args()
+    if options.head is not None:
+        parts["heads"] = functools.partial(measure_heads, folder=options.head)
     where = harness.machine()
     print(harness.header("Decoding strategies", where), flush=True)
     subject = Subject.load()

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tools")]
 import models  # noqa: E402  (found through the line above)
 import pretrained  # noqa: E402
 
-PROMPT, NEW, TEXTS, SHORT = 4096, 64, 8, 100
+PROMPT, NEW, SEQUENCES, SHORT = 4096, 64, 8, 100
 
 
 class Bench:
@@ -104,23 +104,23 @@ class Bench:
 
     def windows(self) -> list[Case]:
         """Return steps of growing sequences, with a spilling store and without one."""
-        blocks = TEXTS * -(-(SHORT + NEW) // 16) * 2
+        blocks = SEQUENCES * -(-(SHORT + NEW) // 16) * 2
         stores = {
             "without a store": None,
             "beside blocks that leave": jkv.BlockStore(2**31),
         }
         cases = []
         for name, store in stores.items():
-            engine = self.engine(SHORT + NEW, blocks, TEXTS, store)
+            engine = self.engine(SHORT + NEW, blocks, SEQUENCES, store)
 
             def prepare(engine: Engine = engine) -> Engine:
                 # Fill the pool with cached blocks, then start eight sequences.
                 for _ in range(2):
-                    prompts = [self.prompt(SHORT) for _ in range(TEXTS)]
+                    prompts = [self.prompt(SHORT) for _ in range(SEQUENCES)]
                     engine.generate(prompts, max_new_tokens=NEW)
-                for _ in range(TEXTS):
+                for _ in range(SEQUENCES):
                     engine.submit(self.prompt(SHORT), max_new_tokens=NEW)
-                while engine.stats().running < TEXTS:
+                while engine.stats().running < SEQUENCES:
                     engine.step()
                 for _ in range(2):
                     engine.step()

@@ -38,7 +38,8 @@ from gpu_calls import (  # noqa: E402
     shape_operands,
 )
 
-from jkv.attention.call import Call, Pools, Requests, make_pools, make_requests  # noqa: E402  # noqa: E402
+from jkv.attention import make_pools  # noqa: E402  # noqa: E402
+from jkv.attention.backend import Call, Pools, Requests, make_requests  # noqa: E402  # noqa: E402
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.attention import attend_kernel  # noqa: E402
 from jkv.attention.kernel.tiles.table import Techniques, Tile, Tuning  # noqa: E402
@@ -64,6 +65,8 @@ WORKLOADS = {
     "256": LONG(DECODE, head_dim=256),
     "prefill int8": LONG((8_192,), is_prefill=True, dtype="int8"),
     "prefill 256": LONG((8_192,), is_prefill=True, head_dim=256),
+    "latent int8": LONG(DECODE, is_latent=True, dtype="int8"),
+    "latent fp8": LONG(DECODE, is_latent=True, dtype="fp8"),
     "latent 128": LONG(DECODE, is_latent=True, num_heads=128),
     "prefill latent": LONG((4_096,), is_prefill=True, is_latent=True),
     "prefill 64": LONG((8_192,), is_prefill=True, head_dim=64),
@@ -91,6 +94,13 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
         found = [t for t in found if t.num_warps >= 4 or not workload.is_latent]
         carried = [t for t in found if t.num_stages == 1]
         found += [dataclasses.replace(t, ways=Techniques.CARRIED) for t in carried]
+        if workload.dtype in ("int8", "fp8"):
+            words = Techniques.WORDS | Techniques.E4M3_WORDS
+            sections = (128, 512) if workload.is_latent else (512,)
+            found += [
+                dataclasses.replace(t, ways=t.ways | words, section=section)
+                for t, section in itertools.product(found, sections)
+            ]
     first = [] if table is None else [table]
     if workload.dtype == "float32":
         split = Techniques.SPLIT & table.ways if table is not None else Techniques(0)
@@ -172,6 +182,8 @@ def find_tunings(
 def describe(tile: Tile) -> str:
     """Return a tile's label."""
     more = ", carried" if Techniques.CARRIED in tile.ways else ""
+    if Techniques.WORDS in tile.ways:
+        more += ", words"
     if Techniques.SPLIT in tile.ways:
         more += ", in tf32"
     if tile.section < 512:
@@ -215,8 +227,8 @@ def measure(
             run = functools.partial(program, operands)
             cases.append(make_case(words, workload, run))
         except Exception as reason:  # too much shared memory, mostly
-            said = f"{type(reason).__name__}: {reason}"
-            refused.append({**row, "refused": said[:120]})
+            reason_given = f"{type(reason).__name__}: {reason}"
+            refused.append({**row, "refused": reason_given[:120]})
     samples = harness.interleave(cases, rounds=rounds, warmup=1, seconds_per_case=2)
     rows = []
     for case in cases:

@@ -1,11 +1,12 @@
-"""Training with rollouts from jkv and from tunix's own engine.
+"""Training with rollouts from jkv and from Tunix's own engine.
 
     python benchmarks/trainer.py [--seeds 6] [--steps 60]
 
 Requires the extra `tunix`: run it with the python of `.venv-tunix` (installed by `make
 tunix`). First the runs of `examples/train_with_tunix.py`, engine by engine for each
-seed: the rewards of each step, which must rise alike. Then one rollout of longer
-sequences, interleaved.
+seed:
+the rewards of each step, which must rise equally. Then one rollout of longer sequences,
+interleaved.
 """
 
 import argparse
@@ -22,6 +23,7 @@ sys.path.append(str(FOLDER.parent / "examples"))
 import harness  # noqa: E402
 import train_with_tunix as example  # noqa: E402
 from flax import nnx  # noqa: E402
+from training import letters  # noqa: E402
 from tunix.rl.rollout import base_rollout, vanilla_rollout  # noqa: E402
 
 from jkv.integrations.tunix import JkvRollout  # noqa: E402
@@ -29,7 +31,7 @@ from jkv.integrations.tunix import JkvRollout  # noqa: E402
 RESULTS = FOLDER / "results" / "trainer.json"
 
 # The timed rollout.
-PROMPT, ANSWER = 256, 64  # most tokens
+PROMPT, ANSWER = 256, 64  # maximum tokens
 PROMPTS, SAMPLES = 8, 8
 
 
@@ -49,15 +51,15 @@ def make_prompts() -> list[str]:
     """Return prompts of 128 to 256 letters, each repeated for its samples."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(PROMPT // 2, PROMPT, PROMPTS, endpoint=True)
-    texts = ["".join(draw.choice(list(example.LETTERS), size)) for size in lengths]
-    return [text for text in texts for _ in range(SAMPLES)]
+    prompts = ["".join(draw.choice(list(letters.LETTERS), size)) for size in lengths]
+    return [prompt for prompt in prompts for _ in range(SAMPLES)]
 
 
 def time_rollouts(rounds: int) -> dict:
     """Return a rollout's time with each engine, all completions of full length."""
-    model = example.make_model(0)
-    # An end token outside the vocabulary: completions of one length, and equal work.
-    never = len(example.ALPHABET)
+    model = letters.make_model(0)
+    # An end token outside the vocabulary, so that all completions have equal length.
+    never = len(letters.ALPHABET)
     config = base_rollout.RolloutConfig(
         max_tokens_to_generate=ANSWER,
         max_prompt_length=PROMPT,
@@ -68,10 +70,10 @@ def time_rollouts(rounds: int) -> dict:
     )
     sizes = model.config.num_layers, model.config.num_kv_heads, model.config.head_dim
     engines = {
-        "jkv": JkvRollout(model, example.Alphabet()),
+        "jkv": JkvRollout(model, letters.Alphabet()),
         "vanilla": vanilla_rollout.VanillaRollout(
             model,
-            example.Alphabet(),
+            letters.Alphabet(),
             base_rollout.CacheConfig(config.kv_cache_size, *sizes),
         ),
     }

@@ -49,7 +49,7 @@ class Workload(NamedTuple):
     weights: np.ndarray[Any, Any]  # f32[turns, branches, C], of each token in the loss
 
     @property
-    def num_texts(self) -> int:
+    def num_sequences(self) -> int:
         """Number of trajectories."""
         return self.samples.shape[0] * self.samples.shape[1]
 
@@ -82,7 +82,7 @@ def plant_tree(work: Workload) -> tuple[jkv.TrajectoryTree, jax.Array]:
 
 def plant_one_level(work: Workload) -> tuple[jkv.TrajectoryTree, jax.Array]:
     """Return the prompt with each trajectory after it, and the weight of each row."""
-    texts, weights, first = (
+    sequences, weights, first = (
         [work.prompt],
         [np.zeros(len(work.prompt))],
         len(work.prompt),
@@ -90,10 +90,10 @@ def plant_one_level(work: Workload) -> tuple[jkv.TrajectoryTree, jax.Array]:
     for turn, samples in enumerate(work.samples):
         behind = work.past(turn)[first:]
         for branch, sample in enumerate(samples):
-            texts.append(np.concatenate([behind, sample]))
+            sequences.append(np.concatenate([behind, sample]))
             zeros = np.zeros(len(behind))
             weights.append(np.concatenate([zeros, work.weights[turn, branch]]))
-    tree = jkv.TrajectoryTree.of(texts, [-1] + [0] * work.num_texts)
+    tree = jkv.TrajectoryTree.of(sequences, [-1] + [0] * work.num_sequences)
     return tree, jnp.asarray(np.concatenate(weights), jnp.float32)
 
 
@@ -143,8 +143,8 @@ def list_passes(work: Workload, max_rows: int) -> dict[str, list[Pass]]:
     apart = []
     for turn, samples in enumerate(work.samples):
         past = work.past(turn)
-        texts = [np.concatenate([past, sample]) for sample in samples]
-        alone = [jkv.TrajectoryTree.of([text]) for text in texts]
+        sequences = [np.concatenate([past, sample]) for sample in samples]
+        alone = [jkv.TrajectoryTree.of([sequence]) for sequence in sequences]
         zeros = np.zeros((len(samples), len(past)), np.float32)
         counted = np.concatenate([zeros, work.weights[turn]], axis=1)
         apart.append(Pass(_stack(alone), jnp.asarray(counted)))

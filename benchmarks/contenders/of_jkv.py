@@ -16,7 +16,7 @@ from jkv.attention.backend import Backend
 from jkv.attention.xla.interface import Xla
 from jkv.serving import Engine
 
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 
 import pretrained  # noqa: E402  (found through the line above)
 
@@ -61,7 +61,7 @@ class Jkv:
 
 
 class Queue(Jkv):
-    """The whole queue in one call (continuous batching in jit)."""
+    """The whole queue in one call (continuous batching inside jit)."""
 
     def prepare(self) -> None:
         """Compile."""
@@ -103,7 +103,7 @@ class Refilled(Jkv):
 
     @property
     def window(self) -> int:
-        """Steps between two checks."""
+        """Number of steps between two checks by the host."""
         return WINDOW
 
     def prepare(self) -> None:
@@ -122,18 +122,18 @@ class Refilled(Jkv):
         workload, limits = self.workload, self.limits(is_warming_up)
         samples = workload.num_samples
         num_slots = workload.num_running // samples
-        texts = workload.padded()
+        prompts = workload.padded()
         state = self.begin(
             self.model,
             self.params,
             self.cache,
-            np.full((num_slots, texts.shape[1]), -1, np.int32),
+            np.full((num_slots, prompts.shape[1]), -1, np.int32),
             max_new_tokens=max(workload.limits),
             num_samples=samples,
             max_running=workload.num_running,
             row_counts=self.row_counts,
         )
-        waiting, tokens = list(range(len(texts))), 0
+        waiting, tokens = list(range(len(prompts))), 0
         busy = np.zeros((num_slots,), bool)
         while waiting or busy.any():
             running = np.asarray(state.is_running).reshape(num_slots, samples)
@@ -150,7 +150,7 @@ class Refilled(Jkv):
                 lanes = np.zeros((num_slots,), np.int32)
                 lanes[: len(free)] = chosen
                 state = self.add(
-                    self.cache, state, slots, texts[lanes], limits=limits[lanes]
+                    self.cache, state, slots, prompts[lanes], limits=limits[lanes]
                 )
             if busy.any():
                 self.cache, state = self.decode(
@@ -166,11 +166,11 @@ class Refilled(Jkv):
 
 
 class RefilledOften(Refilled):
-    """The same with a window scaled like the lengths."""
+    """`Refilled` with a window scaled like the lengths."""
 
     @property
     def window(self) -> int:
-        """Steps between two checks."""
+        """Number of steps between two checks by the host."""
         return max(WINDOW // self.workload.shorten, 1)
 
 

