@@ -1,4 +1,4 @@
-"""Fixtures of all tests: strict JAX, counted traces, and the tests of each suite."""
+"""Fixtures of all tests: strict JAX, trace counts, and test selection by suite."""
 
 import gc
 import itertools
@@ -13,9 +13,9 @@ from support.jax_versions import runs_here
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-pytest_plugins = ["support.compiled_shapes"]
+pytest_plugins = ["support.attention.compiled_shapes"]
 
-# No tests; looking for doctests would import the packages of optional extras.
+# Not tests; collecting doctests would import optional packages.
 collect_ignore = ["support"]
 
 _played = itertools.count(1)
@@ -23,7 +23,7 @@ _compiled = []  # seconds of each program
 
 
 def pytest_configure():
-    """Enable Ctrl-C in child processes: one in the background ignores it."""
+    """Enable Ctrl-C in child processes: background processes ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.monitoring.register_event_duration_secs_listener(_note_compiled)
@@ -35,32 +35,32 @@ def _note_compiled(event, seconds, **_):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say how much of the time was compiling; the dearest tests stand above it."""
-    said = f"{len(_compiled)} programs compiled in {sum(_compiled):.0f} seconds"
-    terminalreporter.write_line(said)
+    """Print the compile time, below the slowest tests."""
+    summary = f"{len(_compiled)} programs compiled in {sum(_compiled):.0f} seconds"
+    terminalreporter.write_line(summary)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out tests for the other end of the range of JAX, or of a later suite."""
+    """Deselect tests of the other JAX version, or of a further suite."""
     here = [item for item in items if runs_here(_has_one_end(item), _is_further(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
 
 
 def pytest_collection_finish():
-    """Look for garbage seldom, and not among imported objects: traces make much."""
+    """Run the garbage collector rarely and skip imported objects: traces are large."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def _has_one_end(item):
-    """True if a test is for one end: marked so, or an example of a docstring."""
+    """Return True for tests of one JAX version: marked ones and docstring examples."""
     return _is_example(item) or item.get_closest_marker("one_end")
 
 
 def _is_further(item):
-    """True if it is for later: marked so, or an example that compiles whole loops.
+    """Return True for further tests: marked ones, and examples that compile loops.
 
     The tests of their packages compile them, too.
     """
@@ -82,8 +82,8 @@ def fresh_trace_counts():
 def pytest_runtest_teardown():
     """Free compiled programs before the process has too many memory maps.
 
-    Each program on CPU takes a few; Linux allows 65,530, and LLVM dies beyond them.
-    Counting takes milliseconds, so it is done after every eighth test.
+    Each program on a CPU takes a few; Linux allows 65,530, and LLVM crashes beyond.
+    Counting takes milliseconds, so it runs after every eighth test.
     """
     maps = pathlib.Path("/proc/self/maps")
     if next(_played) % 8 or not maps.exists():

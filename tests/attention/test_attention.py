@@ -1,4 +1,4 @@
-"""Attention on plain arrays: against the reference, and that against a plain loop."""
+"""Attention on plain arrays, compared with the reference and a plain loop."""
 
 import dataclasses
 import functools
@@ -9,29 +9,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import formats
-from support.attention_workloads import (
+from support.attention import formats
+from support.attention.attention_workloads import (
     WORKLOADS,
     Workload,
     decode,
     make_operands,
     shrink,
 )
+from support.attention.plain_attention import attend_loop
+from support.attention.served_shapes import Shape, fit
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt, few
-from support.plain_attention import attend_loop
-from support.served_shapes import Shape, fit
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.call import Requests, make_requests
+from jkv.attention.backend import Requests, make_requests
 from jkv.attention.xla.decode import list_work
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1
-# A window that hides nothing: calls with any window of one shape are one program.
+# A window that masks nothing: all windows of one shape share a program.
 WIDE = np.int32(2**30)
-# None takes a way of its own here: these calls are small.
+# None selects "xla" for calls as small as these.
 IMPLEMENTATIONS = ["reference", "xla", None]
 
 # (query length, context length) of each request; all share one trace.
@@ -46,7 +46,7 @@ BATCHES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Shapes and options that a call is compiled for."""
+    """Shapes and options of a compiled call."""
 
     kv_heads: int = 2
     group: int = 1
@@ -99,7 +99,7 @@ CASES = {
 
 
 def arguments(operands, num_rows=NUM_ROWS, dtype="float32"):
-    """The positional arguments of `paged_attention`, rows padded to `num_rows`."""
+    """Return the arguments of `paged_attention`, padded to `num_rows` rows."""
     queries = operands.queries[LAYER]
     padded = np.full((num_rows, *queries.shape[1:]), 3.0, np.float32)
     padded[: len(queries)] = queries
@@ -110,14 +110,14 @@ def arguments(operands, num_rows=NUM_ROWS, dtype="float32"):
     return [np.asarray(array) for array in arrays]
 
 
-# Of calls by kernels: of `small_operands`, and of bytes.
+# Kernel shapes: of `small_operands`, and of 8-bit storage.
 FLOATS = Shape()
 SMALL, BYTES = fit(FLOATS), fit(Shape(keys="int8", values="int8"))
 HALF_BYTES = fit(Shape(queries="float16", keys="int8", values="int8"))
 
 
 def small_operands(batch="mixed", seed=0, shape=FLOATS, **fields):
-    """Operands of a workload in the dims of a shape, which its queries' dtype holds."""
+    """Create the operands of a workload in the dims of a shape, with finite dtypes."""
     dims = {"head_dim": shape.head_dim, "value_dim": shape.value_dim}
     operands = make_operands(
         case(**dims | fields).workload(batch),
@@ -136,7 +136,7 @@ def small_operands(batch="mixed", seed=0, shape=FLOATS, **fields):
 @pytest.mark.parametrize("name", dealt(CASES, turn=5, share=8))
 @pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, "reference", None))
 def test_equals_the_plain_loop(name, implementation):
-    """Decode, prefill, mixed and idle batches through one trace."""
+    """Decode, prefill, mixed and idle batches share one trace."""
     this = CASES[name]
     options, sinks = dict(this.options), this.sinks()
 
@@ -165,7 +165,7 @@ def test_equals_the_plain_loop(name, implementation):
         again, _ = attend(*positional)
         np.testing.assert_array_equal(again, output)
 
-        # The tolerance is smaller than the changes by these mistakes.
+        # The tolerance is smaller than the effect of these mistakes.
         if batch == "decode":
             shifted, permuted = list(positional), list(positional)
             shifted[8] = np.maximum(positional[8] - 1, 1)
@@ -177,8 +177,8 @@ def test_equals_the_plain_loop(name, implementation):
 
 @pytest.mark.parametrize("name", ["decode-one-long-grouped", "mixed"])
 @pytest.mark.one_end
-def test_workloads_in_small(name):
-    """The benchmarks' batches, their proportions kept."""
+def test_shrunken_workloads_equal_the_plain_loop(name):
+    """The benchmarks' batches in their proportions."""
     (workload,) = (shrink(each) for each in WORKLOADS if each.name == name)
     operands = make_operands(workload)
     positional = arguments(operands, workload.num_rows)
@@ -190,13 +190,13 @@ def test_workloads_in_small(name):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.one_end
-def test_any_order_of_blocks_gives_the_same_bits(implementation):
+def test_any_block_order_is_bit_identical(implementation):
     operands = small_operands()
     positional = arguments(operands)
     order = np.random.default_rng(1).permutation(NUM_BLOCKS)
     moved = list(positional)
     moved[1], moved[2] = positional[1][:, order], positional[2][:, order]
-    place = np.argsort(order).astype(np.int32)  # where a block went
+    place = np.argsort(order).astype(np.int32)  # new id of a block
     tables = operands.block_tables
     inside = (tables >= 0) & (tables < NUM_BLOCKS)
     moved[4] = np.where(inside, place[np.clip(tables, 0, NUM_BLOCKS - 1)], tables)
@@ -208,8 +208,8 @@ def test_any_order_of_blocks_gives_the_same_bits(implementation):
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "pallas"])
 @pytest.mark.one_end
-def test_nan_outside_the_window_stays_outside(implementation):
-    """Also in the slots of the first visible block that the window hides."""
+def test_nan_outside_the_window_has_no_effect(implementation):
+    """Also in the first visible block, in slots before the window."""
     window = 6
     operands = small_operands("decode", shape=SMALL)
     expected, _ = attend_loop(operands, LAYER, window=window)
@@ -228,15 +228,15 @@ def test_nan_outside_the_window_stays_outside(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.one_end
-def test_padding_and_layouts(implementation):
-    """Padded [B, Q] rows, requests in any order, ids and starts out of range."""
+def test_padded_rows_and_shuffled_requests(implementation):
+    """Padded [B, Q] rows, shuffled requests, ids and starts out of range."""
     operands = small_operands("chunked prefill")
     attend = functools.partial(paged_attention, implementation=implementation)
     packed = arguments(operands)
     expected, _ = attend_loop(operands, LAYER)
     starts, lengths = operands.query_starts, operands.query_lengths
 
-    # Requests in another order, each with 8 rows of its own, among padding.
+    # Shuffled requests, each with 8 rows of its own, among padding.
     order, width = [2, 0, 3, 1], 8
     rows = np.full((7 * width, *operands.queries.shape[2:]), 5.0, np.float32)
     spread, slots = [], {0: 0, 2: 1, 3: 2, 6: 3}
@@ -275,8 +275,8 @@ def test_padding_and_layouts(implementation):
 
 
 @pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, None))
-def test_calls_without_rows_or_requests(implementation):
-    """No rows, no requests, and a traced window that hides everything."""
+def test_calls_without_rows_requests_or_visible_tokens(implementation):
+    """No rows, no requests, and a traced window that masks everything."""
     operands = small_operands()
     positional = arguments(operands)
     empty = paged_attention(positional[0][:0], *positional[1:])
@@ -294,7 +294,7 @@ def test_calls_without_rows_or_requests(implementation):
 
 @pytest.mark.parametrize("storage", dealt(["float16", "bfloat16 bits", "bfloat16"]))
 def test_half_precision(storage):
-    """Sums stay in float32: the result is the reference's, rounded once."""
+    """Sums are float32: the result is the reference's, rounded once."""
     operands = small_operands()
     dtype = jnp.dtype(storage.split()[0])
     positional = arguments(operands)
@@ -320,7 +320,7 @@ ONE_BYTE = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 
 
 def quantized(positional, dtype):
-    """The same arguments with quantized pools, their scales, and the decoded values."""
+    """Return the arguments with quantized pools, their scales, and decoded values."""
     dtype = jnp.dtype(dtype)
     stored = [quantize(pool, dtype) for pool in positional[1:3]]
     (keys, key_scales), (values, value_scales) = stored
@@ -335,8 +335,8 @@ def quantized(positional, dtype):
 
 @pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, None))
 @pytest.mark.parametrize("dtype", dealt(ONE_BYTE, share=4))
-def test_one_byte_pools(dtype, implementation):
-    """Attention over quantized pools equals that over decoded ones; NaN around them."""
+def test_8_bit_pools_equal_decoded_pools(dtype, implementation):
+    """Unused slots hold NaN."""
     for batch in ("decode", "mixed"):
         operands = small_operands(batch, group=2, block_size=4)
         positional, scales, meaning = quantized(arguments(operands), dtype)
@@ -347,7 +347,7 @@ def test_one_byte_pools(dtype, implementation):
         )
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other)
-        # The tolerance is smaller than the changes by scales of other tokens.
+        # The tolerance is smaller than the effect of other tokens' scales.
         scales["value_scales"] = np.roll(scales["value_scales"], 1, axis=3)
         wrong, _ = paged_attention(
             *positional, **scales, implementation=implementation, **options
@@ -358,7 +358,7 @@ def test_one_byte_pools(dtype, implementation):
 @pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
 @pytest.mark.one_end
 def test_scales_of_any_float_dtype(implementation):
-    """Powers of two are the same number in all of them."""
+    """Powers of two are exact in all of them."""
     operands = small_operands("decode", shape=BYTES)
     positional, scales, _ = quantized(arguments(operands), "int8")
     positional[0] = positional[0].astype(BYTES.queries)
@@ -384,7 +384,7 @@ def test_scales_of_any_float_dtype(implementation):
 
 @pytest.mark.one_end
 def test_small_scales_survive_half_precision_queries():
-    """A weight times a scale of a millionth is below float16's full precision."""
+    """A weight times a scale of 1e-6 is below float16's full precision."""
     positional = arguments(small_operands(shape=HALF_BYTES))
     positional[0] = positional[0].astype(np.float16)
     positional[2] = positional[2] * np.float32(1e-4)
@@ -400,7 +400,7 @@ def test_small_scales_survive_half_precision_queries():
 @pytest.mark.parametrize("dtype", ONE_BYTE[1:])
 @pytest.mark.one_end
 def test_fp8_without_scales(dtype):
-    """Their own dtype or its bits, as others may have stored them."""
+    """Pools are in their own dtype or as bits, as other libraries store them."""
     positional = arguments(small_operands())
     pools = [pool.astype(dtype) for pool in positional[1:3]]
     positional[1:3] = [pool.astype(np.float32) for pool in pools]
@@ -413,7 +413,7 @@ def test_fp8_without_scales(dtype):
 
 
 def test_gradients_pass_through_quantized_pools():
-    """Queries get the gradients of attention over decoded pools; the pools get none."""
+    """Queries get the gradients of decoded pools; the pools get none."""
     positional, scales, meaning = quantized(arguments(small_operands()), "int8")
 
     def gradient(call, **options):
@@ -427,7 +427,7 @@ def test_gradients_pass_through_quantized_pools():
 
 @pytest.mark.one_end
 def test_large_half_precision_values_do_not_overflow():
-    """Partial sums in float16 would reach infinity here."""
+    """Partial sums in float16 would overflow."""
     pool = np.full((1, 5, 1, 4, 8), 6e4, np.float16)
     output = paged_attention(
         np.zeros((1, 1, 8), np.float16),
@@ -443,8 +443,8 @@ def test_large_half_precision_values_do_not_overflow():
 
 
 @pytest.mark.one_end
-def test_pools_without_layers_and_traced_scalars():
-    """layer=None; a window and a scale that differ from call to call."""
+def test_pools_without_layers_and_with_traced_scalars():
+    """layer=None; a window and a scale that vary between calls."""
     operands = small_operands()
     positional = arguments(operands)
 
@@ -477,8 +477,8 @@ def test_pools_without_layers_and_traced_scalars():
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "pallas"])
 @pytest.mark.one_end
-def test_decoding_only(implementation):
-    """Where several rows cannot be, their part is left out and nothing changes."""
+def test_decode_only_calls_omit_prefill(implementation):
+    """Results are equal without the part for several rows."""
     operands = small_operands("decode", shape=SMALL)
     positional = arguments(operands, dtype=SMALL.queries)
     attend = functools.partial(
@@ -501,8 +501,8 @@ def test_decoding_only(implementation):
 
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.one_end
-def test_small_calls_go_through_the_columns_together(window):
-    """Several trips; a trip before the window of the first row would be for nothing."""
+def test_small_calls_loop_over_columns_together(window):
+    """Several trips, none of them before the window of the first row."""
     workload = decode("small", (96, 5, 81, 33) * 2, num_kv_heads=4, num_layers=2)
     operands = make_operands(workload)
     expected, _ = attend_loop(operands, LAYER, window=window)
@@ -515,8 +515,8 @@ def test_small_calls_go_through_the_columns_together(window):
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "soft_cap": 2.0}])
 @pytest.mark.one_end
-def test_a_few_rows_of_a_request_read_its_blocks_once(options):
-    """Tiles of eight rows: one, two, a part of one, none; rows of nobody behind."""
+def test_few_rows_of_a_request_read_its_blocks_once(options):
+    """Tiles of eight rows: one, two, part of one, none; then padding rows."""
     workload = Workload(
         name="few rows",
         query_lengths=(8, 1, 11, 0, 3, 7),
@@ -539,14 +539,14 @@ def test_a_few_rows_of_a_request_read_its_blocks_once(options):
         assert_close(found[:num_rows], wanted)
         assert not is_close(jnp.roll(found[:num_rows], 1, axis=0), wanted)
     assert not output[num_rows:].any() and np.isneginf(lse[num_rows:]).all()
-    # Eight columns of six requests' keys by two heads, not of 32 rows'.
+    # Eight columns of six requests' keys for two heads, not of 32 rows'.
     text = attend.lower(*positional).as_text()
     assert "tensor<96x512xf32>" in text and "tensor<512x512xf32>" not in text
 
 
 @pytest.mark.one_end
-def test_the_last_token_may_begin_a_chunk():
-    """Tiles of rows read 256 tokens at a time, decoding pieces of 32."""
+def test_the_last_token_may_start_a_chunk():
+    """Tiles of rows read 256 tokens at a time, decode pieces 32."""
     workload = Workload(
         name="chunks",
         query_lengths=(2, 3, 1, 1),
@@ -565,10 +565,10 @@ def test_the_last_token_may_begin_a_chunk():
 
 
 @pytest.mark.one_end
-def test_work_is_the_sum_of_the_context_lengths():
-    """Pieces between the edges, counted by hand: 4 tokens a block, 2 blocks a piece."""
+def test_work_is_proportional_to_the_context_lengths():
+    """Pieces between the edges, by hand: 4 tokens a block, 2 blocks a piece."""
     contexts = [1000, 32, 0, 33, 4, 5, 13]
-    lengths = [1, 1, 1, 1, 1, 5, 1]  # one is prefill, one is empty
+    lengths = [1, 1, 1, 1, 1, 5, 1]  # one prefill, one empty
     plan = functools.partial(
         make_requests, num_rows=99, block_size=4, max_query_length=None
     )
@@ -599,7 +599,7 @@ def test_work_is_the_sum_of_the_context_lengths():
 
 @pytest.mark.parametrize("storage", few(["float32", "float16", "uint16"], "uint16"))
 def test_compiled_module_never_copies_a_pool(storage):
-    """Half a GiB of pool, scan over layers: nothing of that size, little memory."""
+    """Half a GiB of pool, scan over layers: no array of that size, little memory."""
     layers, blocks, kv_heads, block_size, head_dim = shape = (8, 16384, 2, 16, 64)
     requests, max_blocks = 64, 4096
     pool = jax.ShapeDtypeStruct(shape, storage)
@@ -641,10 +641,10 @@ def test_compiled_module_never_copies_a_pool(storage):
 
 
 @pytest.mark.one_end
-def test_mistakes_are_explained():
+def test_invalid_arguments_are_explained():
     operands = small_operands()
     good = arguments(operands)
-    # The pool as numbers that any dtype has: casting its NaN would warn.
+    # Finite pools, as casting NaN would warn.
     keys = np.nan_to_num(good[1])
 
     def refuses(words, *changes, **options):

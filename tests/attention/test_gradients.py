@@ -1,10 +1,10 @@
-"""Derivatives of the fast path against the reference's."""
+"""Gradients of the fast path, compared with the reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.attention_workloads import Workload, make_operands
+from support.attention.attention_workloads import Workload, make_operands
 from support.jax_versions import few
 from support.tolerances import assert_close, is_close
 
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def make_loss(operands, num_rows, **options):
-    """A loss in which every output and every log-sum-exp counts differently."""
+    """Return a loss that weighs every output and log-sum-exp differently."""
     rng = np.random.default_rng(1)
     shape = (num_rows, WORKLOAD.num_heads)
     weights = rng.standard_normal((*shape, 6)).astype(np.float32)
@@ -75,7 +75,7 @@ def test_gradients_equal_the_reference(name):
     gradient = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
     jitted = jax.jit(gradient, static_argnums=5)
     expected = jitted(*variables, "reference")
-    # Once with and once without an outer jit.
+    # With and without an outer jit.
     actual = (jitted if name == "plain" else gradient)(*variables, "xla")
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)
@@ -85,7 +85,7 @@ def test_gradients_equal_the_reference(name):
 
 
 @pytest.mark.one_end
-def test_shared_blocks_collect_from_all_their_readers():
+def test_shared_blocks_accumulate_gradients_of_all_readers():
     """Two sequences over the same blocks give twice the gradient of one."""
     operands, (queries, keys, values, _, _) = make_variables()
     table = operands.block_tables[:1]
@@ -113,7 +113,7 @@ def test_shared_blocks_collect_from_all_their_readers():
 
 @pytest.mark.one_end
 def test_raw_bits_have_gradients_of_queries_and_sinks():
-    """The same numbers as bfloat16, where pools get gradients of their dtype."""
+    """The values equal bfloat16 pools, which get gradients of their dtype."""
     operands, (queries, keys, values, sinks, scale) = make_variables()
     pools = [pool.astype(jnp.bfloat16) for pool in (keys, values)]
     bits = [pool.view(np.uint16) for pool in pools]
@@ -131,7 +131,7 @@ def test_raw_bits_have_gradients_of_queries_and_sinks():
 
 
 def test_second_derivatives():
-    """Of the plain path; the kernels have none, and their error names it."""
+    """The plain path has them; the kernels raise an error that names it."""
 
     def loss(factor, implementation):
         rows = jnp.sin(jnp.arange(2 * 64, dtype=jnp.float32)).reshape(2, 1, 64)

@@ -1,8 +1,8 @@
-"""One text's broken numbers stay its own: NaN and infinity in a sequence's arrays.
+"""NaN and infinity of one sequence do not affect others.
 
-Other sequences have the bits that they have without, and so have rows of the same
-sequence that do not see the broken token. Rows that see it are NaN or infinite where
-the reference is: a text with broken numbers must not go on with wrong ones.
+Other sequences are bit-identical, and so are rows of the same sequence that do not
+attend to the non-finite token. Rows that attend to it are non-finite where the
+reference is, so that a sequence does not continue with wrong numbers.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import formats
-from support.attention_workloads import Workload, make_operands
+from support.attention import formats
+from support.attention.attention_workloads import Workload, make_operands
 from support.jax_versions import further
 from support.tolerances import assert_close
 
 from jkv.attention import paged_attention
-from jkv.attention.call import Requests
+from jkv.attention.backend import Requests
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS = 17, 40, 9, 4, 2, 4
@@ -31,7 +31,7 @@ BATCHES = {
     "branches": [(1, 33), (1, 30), (1, 36), (1, 29)],
     "branches, a leaf last": [(1, 33), (1, 30), (1, 36), (1, 29)],
 }
-# Of each request the blocks that it has from the first one, at its table's beginning.
+# Number of leading blocks that each request shares with the first one.
 BRANCHES = 0, 7, 5, 3
 BRANCHING = [batch for batch in BATCHES if batch.startswith("branches")]
 BROKEN = np.float32([np.nan, np.inf, -np.inf])
@@ -40,10 +40,10 @@ ARRAYS = "queries", "keys", "values", "key_scales", "value_scales"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The static arguments of a call."""
+    """Static arguments of a call."""
 
     dtype: str = "float32"  # of the pools
-    is_latent: bool = False  # values in the keys
+    is_latent: bool = False  # values are part of the keys
     has_sinks: bool = False
     window: int | None = None
     soft_cap: float | None = None
@@ -57,8 +57,8 @@ CASES = {
     "float16": Case(dtype="float16"),
     "fp8, window": Case(dtype="float8_e4m3fn", window=6),
 }
-# The second takes loops that `None` has no need of in so small calls; the last adds up
-# by position.
+# The second forces loops that `None` does not need for small calls; the last sums by
+# position.
 WAYS = {
     "side by side": {},
     "loops": {"implementation": "xla"},
@@ -76,7 +76,7 @@ OTHERS = [(way, name) for way in WAYS for name in CASES if name not in FEW[way]]
 
 
 def make_call(this: Case, batch: str, seed: int = 0):
-    """The arrays of a call by name, and the operands that they were made of."""
+    """Return the arrays of a call by name, and the operands they were made from."""
     query_lengths, context_lengths = zip(*BATCHES[batch], strict=True)
     operands = make_operands(
         Workload(
@@ -95,7 +95,7 @@ def make_call(this: Case, batch: str, seed: int = 0):
         max_blocks=MAX_BLOCKS,
     )
     if batch in BRANCHING:
-        # The lower number of two blocks decides which comes first.
+        # The lower of two block ids decides the order.
         first = operands.block_tables[0]
         ends = np.sort(first[[4, 2]])
         first[[4, 2]] = ends if batch == "branches, a leaf last" else ends[::-1]
@@ -107,7 +107,7 @@ def make_call(this: Case, batch: str, seed: int = 0):
     pools = dict(keys=operands.key_pool, values=operands.value_pool)
     for name, pool in pools.items():
         if this.dtype in ("int8", "float8_e4m3fn"):
-            # Slots without a token hold rubbish.
+            # Slots without a token hold noise.
             pool = np.nan_to_num(pool, nan=7.0)
             pool, scales = formats.quantize(pool, jnp.dtype(this.dtype))
             arrays[f"{name.removesuffix('s')}_scales"] = np.array(
@@ -120,7 +120,7 @@ def make_call(this: Case, batch: str, seed: int = 0):
 
 
 def attend(this: Case, operands, arrays, **options):
-    """Output and log-sum-exp, f32[R, H, D] and f32[R, H]."""
+    """Return output and log-sum-exp, f32[R, H, D] and f32[R, H]."""
     dtype = jnp.dtype(this.dtype)
     return paged_attention(
         arrays["queries"],
@@ -145,7 +145,7 @@ def attend(this: Case, operands, arrays, **options):
 
 
 def find_plan(operands):
-    """The shared prefixes that the plan of a step finds."""
+    """Return the shared prefixes that a step's plan contains."""
     tables, *rows = operands[3:7]
     requests = Requests(tables, np.arange(4, dtype=np.int32), *rows)
     columns = np.arange(MAX_BLOCKS) * BLOCK_SIZE < operands.context_lengths[:, None]
@@ -155,13 +155,13 @@ def find_plan(operands):
 
 
 def locate(operands, request: int, position: int):
-    """Where a token is in pools and in scales."""
+    """Return the index of a token in pools and scales."""
     block = operands.block_tables[request, position // BLOCK_SIZE]
     return 0, block, 1, position % BLOCK_SIZE
 
 
 def break_one(arrays, operands, name: str, request: int, position: int, value):
-    """The arrays with one broken number of one token, and the rows that see it."""
+    """Return the arrays with one non-finite number, and the rows that attend to it."""
     start, length, context = (int(array[request]) for array in operands[4:7])
     row = start + max(0, position - (context - length))
     column, broken = position // BLOCK_SIZE, dict(arrays)
@@ -179,27 +179,27 @@ def break_one(arrays, operands, name: str, request: int, position: int, value):
 
 
 def list_breaks(arrays):
-    """Numbers to break: names and values that the arrays can hold."""
+    """Yield the names of arrays and the non-finite values that they can hold."""
     for name in ARRAYS:
-        # The scale of a row with infinity in it is stored as NaN, too.
+        # The scale of a row with infinity is stored as NaN, too.
         for value in BROKEN[:1] if name.endswith("scales") else BROKEN:
             if arrays[name] is None or arrays[name].dtype == np.int8:
                 continue
             stored = value.astype(arrays[name].dtype)
-            # Some floats know no infinity.
+            # Some float dtypes have no infinity.
             if not np.isfinite(np.float32(stored)):
                 yield name, stored
 
 
 def play(arrays, operands, lengths):
-    """All breaks of a batch: a name, the broken arrays, and the rows that see it."""
+    """Yield all changes of a batch: name, changed arrays, and affected rows."""
     has_branches = any(lengths is BATCHES[batch] for batch in BRANCHING)
     victims = [request for request, (length, _) in enumerate(lengths) if length]
     for number, (name, value) in enumerate(list_breaks(arrays)):
         for request in (victims[number % len(victims)], victims[-1 - number % 2]):
             length, context = lengths[request]
-            # The newest token, one that several rows see, an old one; with shared
-            # blocks also one that some of the sharing rows share.
+            # The newest token, one that several rows attend to, an old one; with shared
+            # blocks also one that only some of the requests share.
             position = (context - 1, context - 1 - length // 2, 0)[number % 3]
             if has_branches and request:
                 position = (BRANCHES[request] - number % 2) * BLOCK_SIZE - 1
@@ -209,8 +209,8 @@ def play(arrays, operands, lengths):
 
 @pytest.mark.parametrize("way, name", [*CHOSEN, *further(OTHERS)])
 @pytest.mark.one_end
-def test_rows_that_do_not_see_it_have_the_same_bits(way, name):
-    """And rows that see it are broken where the reference is."""
+def test_unrelated_rows_are_bit_identical(way, name):
+    """Affected rows are non-finite where the reference is."""
     this, num_hit = CASES[name], 0
     for batch, lengths in BATCHES.items():
         arrays, operands = make_call(this, batch)
@@ -220,17 +220,17 @@ def test_rows_that_do_not_see_it_have_the_same_bits(way, name):
             call = functools.partial(call, work_lists=plan)
             assert np.any(plan["xla"].common) == (batch in BRANCHING)
         without = call(arrays, **WAYS[way])
-        for told, broken, seeing in play(arrays, operands, lengths):
+        for case, broken, seeing in play(arrays, operands, lengths):
             unhurt = np.ones(NUM_ROWS, bool)
             unhurt[seeing] = False
             found = call(broken, **WAYS[way])
             for one, other in zip(found, without, strict=True):
-                np.testing.assert_array_equal(one[unhurt], other[unhurt], told)
+                np.testing.assert_array_equal(one[unhurt], other[unhurt], case)
             output = np.asarray(found[0])
             expected, _ = attend(this, operands, broken, implementation="reference")
             is_sound = np.isfinite(expected)
-            assert not np.isfinite(output[~is_sound]).any(), told
-            # A value may break all of its row and head, or itself alone.
+            assert not np.isfinite(output[~is_sound]).any(), case
+            # A value may affect its whole row and head, or only itself.
             whole = is_sound.all(axis=-1)
             assert_close(output[whole], expected[whole])
             num_hit += not is_sound.all()
@@ -245,7 +245,7 @@ GRADIENTS = {
 
 
 def make_gradients(this: Case, arrays, operands):
-    """From arrays and the cotangents of the results to gradients, all by name."""
+    """Return a function from arrays and cotangents to gradients, by name."""
     names = [name for name in ("queries", "keys", "values") if arrays[name] is not None]
 
     @jax.jit
@@ -261,7 +261,7 @@ def make_gradients(this: Case, arrays, operands):
 
 
 def break_rows_and_tokens(arrays, operands, cotangents, value):
-    """All breaks: a name, the arguments, and the rows and tokens that it may reach."""
+    """Yield all changes: name, arguments, and the rows and tokens they may affect."""
     nothing = range(0)
     for number, name in enumerate(("d_output", "d_lse")):
         for row, request in ((NUM_ROWS - 1, None), (4, 1)):
@@ -271,8 +271,8 @@ def break_rows_and_tokens(arrays, operands, cotangents, value):
             if request is not None:
                 start, length, context = (array[request] for array in operands[4:7])
                 seen = range(context - length + row - start + 1)
-            told = f"{name} {value}, row {row}"
-            yield told, (arrays, *broken), range(row, row + 1), request, seen
+            case = f"{name} {value}, row {row}"
+            yield case, (arrays, *broken), range(row, row + 1), request, seen
     for name in ("queries", "keys", "values"):
         if arrays[name] is None:
             continue
@@ -289,7 +289,7 @@ def break_rows_and_tokens(arrays, operands, cotangents, value):
 @pytest.mark.parametrize("name", ["plain", *further(["soft cap", "latent"])])
 @pytest.mark.one_end
 def test_unrelated_gradients_are_bit_identical(name):
-    """Also where a cotangent is broken, of a request's row or of nobody's."""
+    """Also for non-finite cotangents, of a request's row or of padding."""
     this = GRADIENTS[name]
     arrays, operands = make_call(this, "mixed")
     rng = np.random.default_rng(2)
@@ -300,7 +300,7 @@ def test_unrelated_gradients_are_bit_identical(name):
     assert all(np.isfinite(array).all() for array in without.values())
     for value in BROKEN:
         breaks = break_rows_and_tokens(arrays, operands, cotangents, value)
-        for told, given, rows, request, seen in breaks:
+        for case, given, rows, request, seen in breaks:
             found = jax.device_get(find_gradients(*given))
             sound_rows = np.ones(NUM_ROWS, bool)
             sound_rows[rows] = False
@@ -315,6 +315,6 @@ def test_unrelated_gradients_are_bit_identical(name):
                     else each[0].swapaxes(1, 2)[sound_slots]
                     for each in (gradient, without[array])
                 )
-                np.testing.assert_array_equal(of_sound, expected, f"{array}: {told}")
+                np.testing.assert_array_equal(of_sound, expected, f"{array}: {case}")
             is_sound = all(np.isfinite(gradient).all() for gradient in found.values())
             assert is_sound == (request is None)

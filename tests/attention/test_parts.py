@@ -1,17 +1,17 @@
-"""Parts of blocks: several devices' results join to those of one with the whole."""
+"""Parts of blocks: the joined results of several devices equal those of one."""
 
 import jax
 import numpy as np
 import pytest
-from support.attention_workloads import make_operands
+from support.attention.attention_workloads import make_operands
+from support.attention.plain_attention import attend_loop
 from support.jax_versions import dealt
-from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
 from test_attention import BATCHES, SMALL, arguments, case, small_operands
 
 from jkv.attention import paged_attention
 
-# Three parts of four tokens: no power of two, and some rows see nothing of a part.
+# Three parts of four tokens: not a power of two, and some rows see none of a part.
 NUM_PARTS, BLOCK_SIZE, LAYER = 3, 12, 1
 WAYS = {
     "reference": ("reference", None),
@@ -34,8 +34,8 @@ def join(outputs, logs):
 
 
 @pytest.mark.parametrize("way", dealt(WAYS, turn=5, share=7))
-def test_parts_join_to_the_whole(way):
-    """Decode, chunks and mixed batches, each part in a pool of its own."""
+def test_joined_parts_equal_the_whole(way):
+    """Decode, chunks and mixed batches, with a pool per part."""
     implementation, window = WAYS[way]
 
     @jax.jit
@@ -68,7 +68,7 @@ def test_parts_join_to_the_whole(way):
         assert_close(lse[:used].astype(np.float32), logs)
         assert not outputs[:, used:].any() and np.isneginf(lses[:, used:]).all()
         sees_nothing += np.isneginf(lses[:, :used]).sum()
-        # One part for another is a mistake that is seen.
+        # Swapping two parts changes the result.
         with np.errstate(divide="ignore"):
             wrong, _ = join(outputs[[0, 0, 2]], lses[[0, 0, 2]])
         assert batch == "idle" or not is_close(

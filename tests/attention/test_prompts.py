@@ -1,9 +1,8 @@
-"""Prompts without a past by an attention over contiguous keys and values.
+"""Prompts without cached tokens, by attention over contiguous keys and values.
 
-The way there, the rows read back, and the choice of rows are compared with the
-reference, with `jax.nn.dot_product_attention(implementation="xla")` in cuDNN's place.
-Of cuDNN itself, which no machine here has, the calls are lowered for CUDA: the test
-answers JAX's check of its version.
+The dispatch, the rows read back and the selected rows are compared with the reference,
+with `jax.nn.dot_product_attention(implementation="xla")` instead of cuDNN. cuDNN's own
+calls are only lowered for CUDA, with JAX's version check patched.
 """
 
 import dataclasses
@@ -17,16 +16,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support import formats
-from support.attention_workloads import Workload, make_operands
-from support.jax_versions import few, further
-from support.kernel_lowering import (
+from support.attention import formats
+from support.attention.attention_workloads import Workload, make_operands
+from support.attention.kernel_lowering import (
     find_kernels,
     lower,
     make_shapes,
     mesh_of_cards,
     shape,
 )
+from support.jax_versions import few, further
 from support.tolerances import TOLERANCE, assert_close, is_close
 
 import jkv
@@ -39,7 +38,7 @@ from jkv.attention.xla.interface import attend_xla
 NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
 LAYER = 1
 
-# (query length, context length) of each request, and which one goes the way of prompts.
+# (query length, context length) of each request, and the index of the prompt.
 BATCHES = {
     "a prompt alone": ([(32, 32), (0, 9), (0, 0), (0, 3)], 0),
     "the shortest": ([(30, 30), (0, 4), (1, 1), (1, 9)], 0),
@@ -53,7 +52,7 @@ BATCHES = {
 
 
 def by_xla(queries, keys, values, scale):
-    """Causal attention of JAX's, in float32."""
+    """Return JAX's causal attention in float32."""
     queries, keys, values = (
         each[None].astype(jnp.float32) for each in (queries, keys, values)
     )
@@ -64,13 +63,13 @@ def by_xla(queries, keys, values, scale):
 
 
 def in_sevens(queries, *_):
-    """A result that no attention gives: it shows which rows come from here."""
+    """Return a constant, which shows the rows of this backend."""
     return jnp.full_like(queries, 7.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompts(Cudnn):
-    """A backend as cuDNN's is one, for all platforms, with the plain path around it."""
+    """A backend like cuDNN's, for all platforms, with the plain path for other rows."""
 
     name = "prompts"
     platforms = (DEFAULT,)
@@ -96,7 +95,7 @@ class Prompts(Cudnn):
 
 
 class Sevens(Prompts):
-    """One that is wrong for prompts."""
+    """A backend with wrong results for prompts."""
 
     name = "sevens"
     attend_contiguous = staticmethod(in_sevens)
@@ -104,13 +103,13 @@ class Sevens(Prompts):
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch):
-    """`implementation="prompts"`, and "sevens"."""
+    """`implementation="prompts"` and "sevens", registered."""
     both = Prompts(others=()), Sevens(others=())
     monkeypatch.setattr(choice, "BACKENDS", (*choice.BACKENDS, *both))
 
 
 def operands_of(batch, seed=0, dtype="float32", kv_dtype=None, group=2):
-    """The arguments of `paged_attention` by position and by name."""
+    """Return the positional and the keyword arguments of `paged_attention`."""
     query_lengths, context_lengths = zip(*BATCHES[batch][0], strict=True)
     workload = Workload(
         name=batch,
@@ -145,7 +144,7 @@ def jitted(implementation):
 
 
 def rows_of(batch):
-    """Which rows are of the request that goes the way of prompts."""
+    """Return the rows of the prompt, a mask."""
     requests, number = BATCHES[batch]
     rows = np.zeros(NUM_ROWS, bool)
     if number is not None:
@@ -154,7 +153,7 @@ def rows_of(batch):
     return rows
 
 
-# One that hides nothing, so that calls with any window are the same programs.
+# A window that masks nothing: all windows share a program.
 WIDE = 2**30
 
 
@@ -178,7 +177,7 @@ def test_prompts_equal_the_reference(batch, window, goes):
     wanted = jitted("reference")(*given, **options)
     found = jitted("prompts")(*given, **options)
     assert_close(found, wanted)
-    # Wrong numbers come from where they should, and from nowhere else.
+    # Wrong numbers appear only in the prompt's rows.
     rows = rows_of(batch) if goes else np.zeros(NUM_ROWS, bool)
     wrong = jitted("sevens")(*given, **options)
     assert np.all(np.asarray(wrong[rows]) == 7.0)
@@ -201,7 +200,7 @@ def test_prompts_read_the_stored_encoding(dtype, kv_dtype):
     wanted = jitted("reference")(*given, **options)
     found = jitted("prompts")(*given, **options)
     assert found.dtype == wanted.dtype
-    # Keys and values are rounded to the queries' dtype, which the reference does not.
+    # Keys and values are rounded to the queries' dtype, unlike the reference.
     error = np.abs(np.asarray(found, np.float64) - np.asarray(wanted, np.float64))
     assert np.max(error) <= 2 * TOLERANCE[dtype]
     assert np.max(np.abs(np.asarray(wanted, np.float64))) > 1.0
@@ -228,8 +227,8 @@ def test_prompt_gradients_equal_paged_attention():
 
 
 @pytest.mark.further
-def test_kernel_leaves_the_rows_of_a_prompt_out():
-    """Interpreted; the rows decoded beside it are computed as ever."""
+def test_the_kernel_skips_the_rows_of_a_prompt():
+    """Interpreted; the decode rows beside it are unchanged."""
     call = make_call("one behind others")
     rest = without_prompt(call, find_prompt(call))
     assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
@@ -244,11 +243,11 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_non_finite_values_reach_no_earlier_rows(number):
-    """A broken key or value of one kv head: the prompt's own rows behind it are NaN."""
+def test_non_finite_values_do_not_affect_earlier_rows(number):
+    """A non-finite key or value affects only later rows of the prompt."""
     given, options = operands_of("one behind others")
     whole = np.asarray(jitted("prompts")(*given, **options))
-    table, token = given[4][2], 17  # of the prompt, which begins at the second row
+    table, token = given[4][2], 17  # of the prompt, which starts at the second row
     for which in (1, 2):
         arrays = [np.array(each) for each in given[:3]]
         arrays[which][LAYER, table[token // 4], 1, token % 4, 5] = number
@@ -260,7 +259,7 @@ def test_non_finite_values_reach_no_earlier_rows(number):
 
 
 def make_call(batch):
-    """The call that `paged_attention` makes of a batch."""
+    """Return the call that `paged_attention` makes from a batch."""
     made = []
 
     def keep(_choice, call):
@@ -274,21 +273,21 @@ def make_call(batch):
     return made[0]
 
 
-# Of cuDNN.
+# cuDNN.
 
 ROWS = 4_096
 
 
 @pytest.fixture
 def has_cudnn(monkeypatch):
-    """A version of cuDNN; JAX only checks that there is one."""
+    """A fake cuDNN version for JAX's check."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
 
 
 def lower_cudnn(rows=ROWS, platform="cuda", *, wrap=None, options=None, **shapes):
-    """Lower a call for shapes of Llama 3 8B."""
+    """Lower a call in the shapes of Llama 3 8B."""
     queries, pools = make_shapes(rows=rows, **shapes)
     arrays = queries, pools.keys, pools.values, shape(4, 512)
     options = {"kv_dtype": pools.formats.key.dtype, "implementation": "cudnn"} | (
@@ -305,13 +304,13 @@ def lower_cudnn(rows=ROWS, platform="cuda", *, wrap=None, options=None, **shapes
 
 
 def find_cudnn(lowered):
-    """The configurations of cuDNN's calls."""
+    """Return the configurations of cuDNN's calls."""
     calls = re.findall(r"@__cudnn\$fmhaSoftmax\(.*", lowered.as_text())
     return [call.replace("\\22", '"') for call in calls]
 
 
 @pytest.mark.usefixtures("has_cudnn")
-def test_cudnn_takes_a_prompt():
+def test_cudnn_computes_a_prompt():
     lowered = lower_cudnn()
     calls = find_cudnn(lowered)
     assert len(calls) == 1
@@ -319,10 +318,10 @@ def test_cudnn_takes_a_prompt():
         assert '"mask_type": "CAUSAL"' in call
         assert '"dimensions": ["1", "32", "4096", "4096"]' in call
         assert f'"fmha_scale": {1 / math.sqrt(128)}' in call
-        assert "tensor<1x4096x8x128xbf16>" in call  # kv heads as they are
+        assert "tensor<1x4096x8x128xbf16>" in call  # unrepeated kv heads
     names = [kernel.name for kernel in find_kernels(lowered)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
-    # The pool is read by kernels and gathers alone.
+    # Only kernels and gathers read the pool.
     for line in lowered.as_text().splitlines():
         if "tensor<2x64x8x16x128xui16>" in line and "stablehlo" in line:
             assert "custom_call" in line or "gather" in line or "case" in line, line
@@ -359,14 +358,14 @@ def test_cudnn_in_a_step_of_all_layers():
 
 
 @pytest.mark.usefixtures("has_cudnn")
-def test_cudnn_takes_no_small_step():
+def test_cudnn_skips_small_steps():
     assert not find_cudnn(lower_cudnn(rows=ROWS - 1))
     decoding = {"max_query_length": 1}
     assert not find_cudnn(lower_cudnn(options=decoding))
 
 
 @pytest.mark.usefixtures("has_cudnn")
-def test_cudnn_on_a_mesh_has_the_heads_that_are_there():
+def test_cudnn_on_a_mesh_computes_the_local_heads():
     mesh = mesh_of_cards("cuda", {"heads": 4}, AxisType.Auto)
     pool = P(None, None, "heads")
 
@@ -385,10 +384,10 @@ def test_cudnn_on_a_mesh_has_the_heads_that_are_there():
 
 @pytest.mark.usefixtures("has_cudnn")
 @pytest.mark.parametrize("mapped", few([(0, None), (0, 0)], (0, None)))
-def test_cudnn_under_vmap_is_one_call_after_the_other(mapped):
+def test_cudnn_under_vmap_runs_sequentially(mapped):
     queries, rest = mapped
 
-    def map_texts(attend):
+    def map_sequences(attend):
         axes = (queries, None, None, rest, None, None, None)
         return lambda given, *others: jax.vmap(attend, axes)(
             jnp.stack([given, given]),
@@ -397,7 +396,7 @@ def test_cudnn_under_vmap_is_one_call_after_the_other(mapped):
             *others[3:],
         )
 
-    calls = find_cudnn(lower_cudnn(wrap=map_texts))
+    calls = find_cudnn(lower_cudnn(wrap=map_sequences))
     assert len(calls) == 1
     assert all('"dimensions": ["1", "32", "4096", "4096"]' in call for call in calls)
 
@@ -424,7 +423,7 @@ def test_cudnn_refuses_unsupported_calls(name):
 
 @pytest.mark.usefixtures("has_cudnn")
 @pytest.mark.one_end
-def test_cudnn_refuses_bits_that_shall_not_depend_on_the_step():
+def test_cudnn_refuses_position_based_splits():
     with pytest.raises(ValueError, match="is not batch-invariant"):
         lower_cudnn(options={"by_position": True})
 

@@ -1,8 +1,8 @@
-"""Calls drawn at random, of any shape, against float64 arithmetic on plain arrays.
+"""Random calls of any shape, compared with float64 arithmetic on plain arrays.
 
-Nothing here is shared with the package: elements and scales are drawn as bits with the
-values of numpy's types, and a row is computed from the tokens that it sees. A few calls
-in each run, as every one is a compilation; `JKV_RANDOM_CALLS=200` plays that many.
+Nothing is shared with the package: elements and scales are drawn as bits of numpy's
+dtypes, and a row is computed from the tokens that it attends to. Each run draws a few
+calls, as each compiles; `JKV_RANDOM_CALLS=200` draws that many.
 """
 
 import os
@@ -12,8 +12,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from support.attention.served_shapes import Shape, is_served
 from support.jax_versions import IS_NEWEST
-from support.served_shapes import Shape, is_served
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
@@ -37,15 +37,15 @@ STORED = (
 class Drawn(NamedTuple):
     """A call, and its decoded operands."""
 
-    positional: list  # of `paged_attention`
+    positional: list  # arguments of `paged_attention`
     options: dict
-    keys: list[np.ndarray]  # of each request, f64[context, K, D]
-    values: list[np.ndarray]  # of each request, f64[context, K, Dv]
-    owners: list[tuple[int, int]]  # request and position of each row, -1 for none
+    keys: list[np.ndarray]  # by request, f64[context, K, D]
+    values: list[np.ndarray]  # by request, f64[context, K, Dv]
+    owners: list[tuple[int, int]]  # request and position of each row, -1 for padding
 
 
 def draw_pool(rng, shape, stored, used):
-    """Stored elements, their scales, and decoded values; NaN where nothing is used."""
+    """Draw stored elements and scales, and decode them; unused slots hold NaN."""
     dtype = np.dtype(getattr(ml_dtypes, stored, stored))
     if dtype.itemsize > 1:
         meant = rng.standard_normal(shape).astype(dtype)
@@ -81,7 +81,7 @@ def draw(seed) -> Drawn:
     queries = np.minimum(queries, lengths)
     num_rows = int(queries.sum()) + int(rng.integers(1, 5))
 
-    # Blocks in any order, rubbish in the rest of the tables.
+    # Shuffled blocks, and noise in the rest of the tables.
     needed = -(-lengths // size)
     num_blocks = int(needed.sum()) + 2
     blocks = iter(rng.permutation(num_blocks).tolist())
@@ -140,7 +140,7 @@ def draw(seed) -> Drawn:
 
 
 def attend(drawn: Drawn):
-    """Each row from the tokens that it sees, in float64; zeros for rows of nobody."""
+    """Attend row by row in float64; padding rows are zeros."""
     rows, options = drawn.positional[0].astype(np.float64), drawn.options
     value_dim = drawn.values[0].shape[-1]
     output = np.zeros((*rows.shape[:2], value_dim))

@@ -1,4 +1,4 @@
-"""Prefixes shared by several requests are read once: the prefixes, and results."""
+"""Shared-prefix attention: detected prefixes, single reads, and results."""
 
 import dataclasses
 import functools
@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.attention.served_shapes import Shape, find_tuning_here, fit
+from support.caches.plain_prefixes import check_prefixes
 from support.jax_versions import further
-from support.plain_prefixes import check_prefixes
-from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close
 
 import jkv
-from jkv.attention.backend import DeviceType
-from jkv.attention.call import Requests
+from jkv.attention.backend import DeviceType, Requests
 from jkv.attention.kernel import interface
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.tiles.variant import count_decode_pieces, count_lanes
@@ -28,7 +27,7 @@ BLOCK_SIZE, NUM_COLUMNS, NUM_REQUESTS = 4, 90, 12
 
 
 def draw_tables(rng):
-    """Tables that begin as others do, and how many of their blocks hold tokens."""
+    """Draw tables with common prefixes, and the number of used blocks of each."""
     tables = np.arange(NUM_REQUESTS * NUM_COLUMNS, dtype=np.int32)
     tables = rng.permutation(tables).reshape(NUM_REQUESTS, NUM_COLUMNS)
     counts = rng.integers(1, NUM_COLUMNS + 1, NUM_REQUESTS)
@@ -40,7 +39,7 @@ def draw_tables(rng):
 
 
 def make_requests(tables, counts):
-    """Requests that have all but the last token of their blocks."""
+    """Return requests that fill their blocks except for one token."""
     rows = np.arange(NUM_REQUESTS, dtype=np.int32)
     ones, contexts = np.ones_like(rows), np.int32(counts * BLOCK_SIZE - 1)
     return Requests(tables, rows, rows, ones, contexts)
@@ -62,7 +61,7 @@ def find(tables, counts, fewest=3, has_branches=True):
 
 @functools.partial(jax.jit, static_argnames=("num_lanes", "wanted"))
 def list_lanes(requests, shared, num_lanes, wanted=40):
-    """The kernel's list of them: lanes of a tile, and pieces that a device wants."""
+    """Return the kernel's work list for shared prefixes."""
     most = NUM_COLUMNS * BLOCK_SIZE
     given = NUM_REQUESTS, NUM_REQUESTS, most, wanted
     sizes = size_decode_work(*given, num_lanes=num_lanes)
@@ -71,8 +70,8 @@ def list_lanes(requests, shared, num_lanes, wanted=40):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("num_lanes", [2, 4, 16])
-def test_lanes_have_every_token_of_theirs_once(num_lanes):
-    """In order, by places of their own, and of no block that is not in their table."""
+def test_lanes_read_each_of_their_tokens_once(num_lanes):
+    """Tokens are read in order, with each lane's offsets, and only from its table."""
     rng, num_shared = np.random.default_rng(4), 0
     for _ in range(20):
         tables, counts = draw_tables(rng)
@@ -104,7 +103,7 @@ def test_lanes_have_every_token_of_theirs_once(num_lanes):
 
 
 @pytest.mark.one_end
-def test_where_nothing_is_shared_pieces_are_as_without():
+def test_unshared_requests_have_the_usual_pieces():
     rng = np.random.default_rng(5)
     tables, counts = draw_tables(rng)
     tables = np.arange(tables.size, dtype=np.int32).reshape(tables.shape)
@@ -121,7 +120,7 @@ def test_where_nothing_is_shared_pieces_are_as_without():
 
 
 def test_shared_prefixes_equal_common_table_columns():
-    """Of random trees; a block that was exchanged in one row ends its shared prefix."""
+    """For random trees; replacing a block in one row ends its shared prefix."""
     rng, total = np.random.default_rng(1), 0
     for _ in range(40):
         tables, counts = draw_tables(rng)
@@ -141,8 +140,8 @@ SHAPE = fit(Shape())
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_random_trees_equal_the_reference(implementation):
-    """Lanes come and leave anywhere; none sees a block of another's."""
+def test_attention_on_random_trees_equals_the_reference(implementation):
+    """Lanes start and end anywhere; none reads another's blocks."""
     rng = np.random.default_rng(2)
     dim, dtype, tuning = SHAPE.head_dim, SHAPE.queries, find_tuning_here(SHAPE)
     size = NUM_REQUESTS * NUM_COLUMNS + 1, 2, BLOCK_SIZE, dim
@@ -180,7 +179,7 @@ def test_random_trees_equal_the_reference(implementation):
         )
         output = attend_listed()
         assert_close(output, attend(tables, contexts, implementation="reference"))
-        # Values that are not finite reach the requests with that block, and no others.
+        # Non-finite values affect only the requests with that block.
         row = rng.integers(NUM_REQUESTS)
         block = tables[row, rng.integers(counts[row])]
         used = np.arange(NUM_COLUMNS)[None] < counts[:, None]
@@ -194,8 +193,8 @@ def test_random_trees_equal_the_reference(implementation):
     assert num_left > 10 and num_spoiled > 12
 
 
-def test_groups_of_groups_lie_side_by_side():
-    """A system prompt of all, in it three prompts of four, in a shuffled batch."""
+def test_nested_groups_are_adjacent():
+    """A common system prompt, then three prompts of four requests each, shuffled."""
     tables = np.arange(NUM_REQUESTS * NUM_COLUMNS, dtype=np.int32)
     tables = tables.reshape(NUM_REQUESTS, NUM_COLUMNS)
     tables[:, :20] = tables[0, :20]
@@ -206,7 +205,7 @@ def test_groups_of_groups_lie_side_by_side():
     common, sizes = np.asarray(found.common), np.asarray(found.sizes)
     assert common.tolist() == [0, 70, 70, 70, 20, 70, 70, 70, 20, 70, 70, 70]
     assert sizes[[0, 4, 8]].tolist() == [12, 4, 4]
-    # Two that share are too few for it to be looked at.
+    # Two requests are below the threshold.
     few = np.ones(NUM_REQUESTS, np.int32)
     few[:2] = NUM_COLUMNS
     assert not np.any(find(tables, few).common)
@@ -214,9 +213,9 @@ def test_groups_of_groups_lie_side_by_side():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A cache, and its attention's arguments."""
+    """A cache, and options of its attention."""
 
-    group: int = 1  # query heads of a kv head
+    group: int = 1  # query heads per kv head
     soft_cap: float | None = None
     has_sinks: bool = False
     cache: tuple[tuple[str, object], ...] = ()
@@ -238,7 +237,7 @@ CASES = {
     ),
 }
 FURTHER = [name for name in CASES if name != "sinks, soft cap, grouped"]
-ROWS = 10  # of a step: too many for the columns to go side by side
+ROWS = 10  # of a step: too many to loop over columns together
 
 
 def make_config(case: Case):
@@ -255,9 +254,10 @@ def make_config(case: Case):
 
 @functools.cache
 def make_branches(case: Case, lengths=(41, 30, 20)):
-    """A cache of ten texts, nine of them branching off one, and a step of all of them.
+    """Create ten sequences, nine of them branches of one, and a step of all.
 
-    Lengths of the one, of the tenth, and of the part that five share beside it.
+    `lengths` are those of the common part, of the tenth sequence, and of the part that
+    five of the branches share.
     """
     config, rng = make_config(case), np.random.default_rng(0)
 
@@ -286,9 +286,9 @@ def make_branches(case: Case, lengths=(41, 30, 20)):
     cache, _ = grow(cache, children[:1], lengths[2])
     cache, grandchildren = fork(cache, [children[0]] * 4)
     cache, _ = jkv.free(cache, [root])
-    texts = rng.permutation([alone, *children, *grandchildren])
-    cache, _ = grow(cache, texts, 7)
-    cache, batch = grow(cache, texts, 1)
+    sequences = rng.permutation([alone, *children, *grandchildren])
+    cache, _ = grow(cache, sequences, 7)
+    cache, batch = grow(cache, sequences, 1)
     queries = rng.standard_normal(
         (ROWS, config.num_kv_heads * case.group, config.head_dim), np.float32
     )
@@ -296,7 +296,7 @@ def make_branches(case: Case, lengths=(41, 30, 20)):
 
 
 def attend(cache, batch, queries, case: Case, **options):
-    """Output and log-sum-exp of the second layer."""
+    """Return output and log-sum-exp of the second layer."""
     sinks = np.linspace(-1, 1, queries.shape[1], dtype=np.float32)
     return jkv.attend(
         cache,
@@ -323,7 +323,7 @@ def with_tables(cache, tables):
 @pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
 @pytest.mark.one_end
 def test_shared_reads_equal_separate_reads(name):
-    """And reads shared blocks by one table: others may hold anything there."""
+    """Shared blocks are read through one table, whatever the others hold there."""
     case = CASES[name]
     cache, batch, queries = make_branches(case)
     found = batch.plan[0]["xla"]
@@ -333,7 +333,7 @@ def test_shared_reads_equal_separate_reads(name):
         tables[seq_id, :last].tolist()
         for seq_id, last in zip(np.asarray(batch.seq_ids), lasts, strict=True)
     ]
-    # Nine have ten blocks in common, five of them five more.
+    # Nine share ten blocks, and five of them five more.
     assert check_prefixes(found, rows, 3) == 8 * 10 + 4 * 5
     output, lse = attend(cache, batch, queries, case)
     expected, expected_lse = attend(cache, without_plan(batch), queries, case)
@@ -345,7 +345,7 @@ def test_shared_reads_equal_separate_reads(name):
 
     order, common = np.asarray(found.order), np.asarray(found.common)
     seq_ids = np.asarray(batch.seq_ids)[order]
-    # Nine are tiles of five and of four, read by the tables of their first lanes.
+    # Nine form tiles of five and four, which use the tables of their first lanes.
     begin = int(np.flatnonzero(common)[0]) - 1 + 5
     for place, (seq_id, count) in enumerate(zip(seq_ids, common, strict=True)):
         if place != begin:
@@ -358,7 +358,7 @@ def test_shared_reads_equal_separate_reads(name):
 
 
 def plan_on_a_card(cache, batch):
-    """The step as on a GPU for which kernels are cut as they are interpreted."""
+    """Return the step as planned on a fake GPU, with the interpreter's tuning."""
     patch = unittest.mock.patch.object
     with (
         patch(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted")),
@@ -367,7 +367,7 @@ def plan_on_a_card(cache, batch):
         return plan_attention(cache, without_plan(batch))
 
 
-# Tokens that are not read again, by whether the four or the five of nine come first.
+# Tokens read only once, if the four or the five of the nine come first.
 SAVED = {
     "plain": {8 * 128 + 4 * 128},
     "sinks, soft cap, grouped": {3 * 128 + 3 * 256},
@@ -381,7 +381,7 @@ SAVED = {
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_the_kernel_reads_shared_blocks_once(name):
-    """By the table of the first: the others' may hold anything there."""
+    """They are read through the first request's table, whatever the others hold."""
     case = CASES[name]
     cache, batch, queries = make_branches(case, (170, 30, 90))
     batch = plan_on_a_card(cache, batch)
@@ -408,7 +408,7 @@ def test_the_kernel_reads_shared_blocks_once(name):
 
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
-def test_windows_are_read_for_each():
+def test_windows_are_read_per_request():
     case = CASES["plain"]
     cache, batch, queries = make_branches(case, (170, 30, 90))
     batch = plan_on_a_card(cache, batch)
@@ -420,7 +420,7 @@ def test_windows_are_read_for_each():
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_unshared_steps_are_bit_identical_with_lanes():
-    """Where nothing is shared, in the program that can read shared blocks."""
+    """Nothing is shared, in the program that supports shared blocks."""
     case = CASES["sinks, soft cap, grouped"]
     cache, batch, queries = make_branches(case, (170, 30, 90))
     alone = np.asarray(batch.plan[0]["xla"].common) == 0
@@ -438,8 +438,8 @@ def test_unshared_steps_are_bit_identical_with_lanes():
 
 
 @pytest.mark.one_end
-def test_where_nothing_is_shared_bits_are_as_without():
-    """In the same program: a step of ten texts, two of them alive."""
+def test_unshared_steps_are_bit_identical_in_the_same_program():
+    """A step of ten sequences, two of them active."""
     case = CASES["sinks, soft cap, grouped"]
     cache, batch, queries = make_branches(case)
     alone = np.asarray(batch.plan[0]["xla"].common) == 0
@@ -456,7 +456,7 @@ def test_where_nothing_is_shared_bits_are_as_without():
 
 
 @pytest.mark.one_end
-def test_the_derivative_is_as_without():
+def test_the_derivative_ignores_sharing():
     case = CASES["sinks, soft cap, grouped"]
     cache, batch, queries = make_branches(case)
 
@@ -473,14 +473,14 @@ def test_the_derivative_is_as_without():
 
 
 @pytest.mark.one_end
-def test_steps_for_which_nothing_is_planned():
-    """Where rows may not go together, or columns go side by side anyway."""
+def test_steps_without_a_plan():
+    """If rows must not be combined, or columns are looped over together anyway."""
     case = CASES["plain"]
     cache, batch, _ = make_branches(case)
     assert batch.plan is not None
-    texts = batch.seq_ids
-    assert jkv.append(cache, texts[:2])[1].plan is None
+    sequences = batch.seq_ids
+    assert jkv.append(cache, sequences[:2])[1].plan is None
     config = make_config(case)
     for changes in (dict(max_context_length=64), dict(sliding_window=16)):
         other = jkv.init(dataclasses.replace(config, **changes))
-        assert jkv.append(other, texts)[1].plan is None
+        assert jkv.append(other, sequences)[1].plan is None

@@ -1,7 +1,8 @@
-"""Pools in a program for TPUs, which keep the last two axes in tiles.
+"""Pools in programs for TPUs, which tile the last two axes.
 
-A view that joins these axes, which is free elsewhere, copies a pool there. The result
-of XLA's compiler for TPUs for a step is in `benchmarks/results/tpu_compile.json`.
+A reshape that joins these axes is free elsewhere, but copies a pool there. The output
+of
+XLA's TPU compiler for a step is in `benchmarks/results/tpu_compile.json`.
 """
 
 import functools
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
-from jkv.attention.xla import lanes
+from jkv.attention.backend import SlotWrite
+from jkv.attention.choice import scatter, scatter_by_head
+from jkv.attention.xla import tiles
 from jkv.formats.format import Formats
 from jkv.formats.table import FORMATS
 
@@ -52,7 +54,7 @@ def lower(platform, num_rows):
 
 
 def find_tail_changes(text, pool):
-    """Operations that bring a whole pool to other last two axes."""
+    """Return operations that change the last two axes of a whole pool."""
     found = []
     for line in text.splitlines():
         types = re.search(r" : \(tensor<([\dx]+)x\w+>.*\) -> tensor<([\dx]+)x", line)
@@ -65,7 +67,7 @@ def find_tail_changes(text, pool):
 
 
 @pytest.mark.parametrize("num_rows", [2, 8])
-def test_no_pool_is_brought_to_other_tiles(num_rows):
+def test_no_pool_is_retiled(num_rows):
     pool = jax.eval_shape(lambda: jkv.init(CONFIG)).storage[0].key_pool
     text = lower("tpu", num_rows)
     assert not find_tail_changes(text, pool)
@@ -76,17 +78,17 @@ def test_no_pool_is_brought_to_other_tiles(num_rows):
     assert "update_window_dims = [1, 2]" in elsewhere
 
 
-def test_blocks_are_gathered_alike():
+def test_tiled_gathers_equal_plain_gathers():
     pool = jax.random.normal(jax.random.key(0), (2, 5, 3, 4, 8))
     starts = jnp.array([[0, 1], [1, 4], [1, 9], [5, -2]])
     chex.assert_trees_all_equal(
-        lanes._gather_tiled(pool, starts), lanes._gather_flat(pool, starts)
+        tiles._gather_tiled(pool, starts), tiles._gather_flat(pool, starts)
     )
 
 
 @pytest.mark.parametrize("part", [None, 1])
-def test_rows_are_stored_alike(part):
-    """With rows that nobody stores, and scales."""
+def test_tiled_stores_equal_plain_stores(part):
+    """The stores include padding rows and scales."""
     shape = 2, 5, 3, 4
     random = np.random.default_rng(0)
     draw = functools.partial(random.integers, 0, 100)

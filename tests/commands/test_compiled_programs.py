@@ -1,4 +1,4 @@
-"""Compiled programs are kept in the user's cache folder, and only there."""
+"""The persistent compilation cache is in the user's cache folder, and only there."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ SETTINGS = (
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch, tmp_path):
-    """Without a folder chosen, and a home of one's own; as it was, afterwards."""
+    """No configured folder and a temporary home; restored afterwards."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -45,8 +45,8 @@ def test_compiled_programs_are_cached_on_disk(tmp_path):
 
 
 @pytest.mark.one_end
-def test_a_folder_is_named_by_a_text(tmp_path):
-    """Of verbs outside jit, too: each is a small program."""
+def test_a_folder_is_given_as_a_string(tmp_path):
+    """Also for eager verbs: each is a small program."""
     folder = jkv.keep_compiled_programs(str(tmp_path / "mine"))
     assert folder == tmp_path / "mine"
     jax.clear_caches()
@@ -69,7 +69,7 @@ def test_a_configured_cache_folder_is_kept(tmp_path):
 
 
 @pytest.mark.one_end
-def test_nothing_is_kept_where_nothing_can_be_written(tmp_path):
+def test_nothing_is_cached_without_write_permission(tmp_path):
     (tmp_path / "file").write_text("")
     assert keep_compiled_programs(tmp_path / "file" / "below") is None
     assert jax.config.jax_compilation_cache_dir is None
@@ -97,7 +97,7 @@ def test_each_system_has_its_folder(
 
 
 @pytest.mark.one_end
-def test_the_folder_does_not_grow_without_end(tmp_path):
+def test_the_folder_size_is_limited(tmp_path):
     for age in range(6):
         path = tmp_path / f"{age}"
         path.write_bytes(bytes(100))

@@ -1,4 +1,4 @@
-"""python -m jkv.doctor --first-light: crashes, hangs and wrong numbers are answers."""
+"""python -m jkv.doctor --first-light reports crashes, hangs and wrong results."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from jkv.xla_flags import NO_COMMAND_BUFFERS
 
 pytestmark = pytest.mark.one_end
 
-# A machine whose loops crash when they are packed into graphs, and where other things
-# go wrong: it stands for the plugin, and starts no JAX. A process that it leaves behind
-# writes into a file, later.
+# A machine whose loops crash in command buffers, with other faults. It replaces the
+# plugin and starts no JAX. A process that it leaves behind would write into a file
+# later.
 MACHINE = """
 import json, os, signal, subprocess, sys, time
 facts = {
@@ -66,11 +66,11 @@ def broken_machine(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
-    """And the command ends in its time, with a report, and leaves nothing running."""
+def test_each_fault_is_reported_with_its_fix(broken_machine, capsys):
+    """The command finishes in time, with a report, and leaves no process."""
     assert main(["--first-light"]) == 1
-    said = capsys.readouterr().out
-    table = said[said.index("check  ") :]
+    output = capsys.readouterr().out
+    table = output[output.index("check  ") :]
     rows = {
         line.split("  ")[0]: line.split(None, 1)[1]
         for line in table.splitlines()
@@ -87,7 +87,7 @@ def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
         ("kernel: derivative, float32, sinks", "not checked", ""),
     ):
         assert f" {kind}" in rows[name] and cure in rows[name], name
-    assert f"XLA_FLAGS='--xla_cpu_use_xnnpack=false {NO_COMMAND_BUFFERS}'" in said
+    assert f"XLA_FLAGS='--xla_cpu_use_xnnpack=false {NO_COMMAND_BUFFERS}'" in output
 
     path = broken_machine / "jkv-first-light.json"
     report = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
     found = {each["what"]: each for each in report["findings"]}
     assert found[probes.LOOPS]["detail"].startswith("crashed: SIGSEGV | in <path>")
     assert "cure" in found[probes.LOOPS] and "cure" not in found[WITHOUT_BUFFERS]
-    # Steps after the loops ran with the flag that they need.
+    # Steps after the loops ran with the required flag.
     assert NO_COMMAND_BUFFERS in found["generate"]["detail"]
     assert any("39634" in each["what"] for each in report["findings"])
     time.sleep(3.5)
@@ -108,7 +108,7 @@ def test_required_flags_are_set_or_warned_about_next_time(monkeypatch):
     main(["--first-light"])
     with pytest.warns(RuntimeWarning, match=NO_COMMAND_BUFFERS):
         xla_flags.warn_of_missing_flags()
-    # With another plugin it may be otherwise.
+    # Another plugin may not need it.
     with monkeypatch.context() as patched:
         patched.setattr(xla_flags, "find_plugins", lambda: {"jaxlib": "9.9.9"})
         assert xla_flags.read_missing_flags() == []
@@ -120,7 +120,7 @@ def test_required_flags_are_set_or_warned_about_next_time(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         xla_flags.warn_of_missing_flags()
-    # A mended machine forgets it; the user's own setting is no hint.
+    # After a fix the flag is forgotten; the user's own setting needs no hint.
     mended = MACHINE.replace('"buffer" not in', '"nothing" in')
     monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", mended))
     main(["--first-light"])
@@ -133,8 +133,8 @@ def test_no_flag_is_reported_if_none_helps(monkeypatch, capsys):
     worse = MACHINE.replace('"buffer" not in', '"nothing" not in')
     monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", worse))
     main(["--first-light"])
-    said = capsys.readouterr().out
-    assert said.count("no known flag helps") == 2 and "set in the" not in said
+    output = capsys.readouterr().out
+    assert output.count("no known flag helps") == 2 and "set in the" not in output
     assert xla_flags.read_missing_flags() == []
 
 
@@ -146,7 +146,7 @@ def test_a_broken_flags_file_is_ignored(monkeypatch, tmp_path, text):
     assert xla_flags.read_missing_flags() == []
 
 
-def test_a_machine_on_which_jax_does_not_start_is_named(broken_machine, monkeypatch):
+def test_a_machine_that_cannot_start_jax_is_reported(broken_machine, monkeypatch):
     monkeypatch.setattr(
         first_light, "COMMAND", (sys.executable, "-c", "raise SystemExit('no device')")
     )
@@ -155,7 +155,7 @@ def test_a_machine_on_which_jax_does_not_start_is_named(broken_machine, monkeypa
     assert finding["detail"] == "no device" and "driver" in finding["cure"]
 
 
-def test_the_whole_ends_in_its_time(broken_machine, monkeypatch):
+def test_the_command_finishes_in_time(broken_machine, monkeypatch):
     monkeypatch.setattr(first_light, "TOTAL", 2.0)
     silent = "import time; time.sleep(60)"
     monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", silent))
@@ -169,7 +169,7 @@ def test_the_whole_ends_in_its_time(broken_machine, monkeypatch):
     assert broken_machine.exists()
 
 
-# A child of jkv's own, with tries in place of a GPU's results.
+# A child process of jkv, with stubs instead of GPU results.
 CHILD = """
 import os, sys
 from jkv.commands.children import answer
@@ -196,7 +196,7 @@ def test_a_child_process_reports_each_check():
 
 
 def test_probes_detect_wrong_results(monkeypatch):
-    """A GPU's results are the CPU's, with one bit or one row of them changed."""
+    """The CPU's results with one bit or one row changed."""
     monkeypatch.setattr(probes, "TALL", (600, 8, 4))
     probes.multiply_tall()
     probes.draw_numbers()
@@ -221,25 +221,25 @@ def test_loops_and_scatters_are_compared_with_the_cpu(monkeypatch):
     assert (np.asarray(lengths) == probes.NUM_APPENDED).all()
 
 
-def test_each_kernel_has_a_try():
+def test_each_kernel_has_a_probe():
     names = [*probes.list_tries(is_on_cpu=False)]
     assert len(names) == len({*names})
     for part in ("decode, bfloat16", "prefill, float16", "int8", "blocks of 64"):
         assert any(part in name for name in names), part
     wanted = {"kernel: derivative, float32, sinks", "kernel: rows stored, int8"}
     assert wanted | {"generate", "jkv's own lowering: int8"} <= {*names}
-    # The tries on a CPU are among the names that a child knows.
+    # Probes on a CPU are among the names that a child accepts.
     assert len(probes.list_tries(is_on_cpu=True)) < 10
 
 
 def test_reports_contain_no_names_or_paths(monkeypatch):
     monkeypatch.setattr("jkv.commands.report._find_names", lambda: ("ada", "tower"))
-    said = {
+    output = {
         "a": ["/home/ada/x.so: ada@tower", r"C:\Users\ada\x", "3 GB/s, 5 and/or 6"],
         "b": 5,
         "/opt/rocm": "~/work/here.txt adage",
     }
-    assert clean(said) == {
+    assert clean(output) == {
         "a": ["<path>: <name>@<name>", "<path>", "3 GB/s, 5 and/or 6"],
         "b": 5,
         "/opt/rocm": "<path> adage",
@@ -248,7 +248,7 @@ def test_reports_contain_no_names_or_paths(monkeypatch):
 
 
 @pytest.mark.further
-def test_on_a_cpu_all_is_right(monkeypatch, tmp_path):
+def test_on_a_cpu_every_check_passes(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "light.json"
     assert main(["--first-light", "--report", str(path)]) == 0

@@ -1,9 +1,9 @@
-"""python -m jkv.doctor --model: its report, and the parts of a program for the GPU."""
+"""python -m jkv.doctor --model: its report, and the kernels of a GPU program."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from support.kernel_lowering import find_kernels, lower, make_shapes
+from support.attention.kernel_lowering import find_kernels, lower, make_shapes
 from support.paths import ROOT
 
 from jkv.attention import backend, paged_attention
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.one_end
 
 
 def find_names(queries, pools, platform, *, by_position, has_gradient):
-    """The kernels of a call, or of its gradient, lowered for a platform."""
+    """Return the kernels of a call, or of its gradient, lowered for a platform."""
 
     def attend(queries, keys, values):
         output = paged_attention(
@@ -70,23 +70,23 @@ def test_programs_contain_the_reported_kernels(
     assert (gradients <= names) == derivative and bool(gradients & names) == derivative
 
 
-def test_other_platforms_have_no_kernel():
+def test_other_platforms_have_no_kernels():
     forward, derivative = explain_choice(*make_shapes(), DeviceType("cpu", None))
     assert forward == derivative == "there are kernels for rocm and cuda, not for cpu"
 
 
-def said(capsys, *arguments):
+def output_of(capsys, *arguments):
     assert main([*arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_paths_of_a_shape_on_a_gpu(capsys):
-    text = said(
+def test_kernels_of_a_shape_on_a_gpu(capsys):
+    text = output_of(
         capsys, "--model", "num_kv_heads=8,head_dim=128", "--gpu", "gfx942"
     ).splitlines()
     (line,) = text[3:]
     assert line.endswith("float32: the kernel, with exact= too; its gradient: a kernel")
-    text = said(
+    text = output_of(
         capsys, "--model", "num_kv_heads=8,head_dim=128", "--gpu", "sm_80"
     ).splitlines()
     assert text[:2] == [
@@ -104,14 +104,16 @@ def test_paths_of_a_shape_on_a_gpu(capsys):
     ]
 
 
-def test_paths_of_mixed_shared_and_recurrent_layers(capsys):
-    text = said(capsys, "--model", str(CHECKPOINTS / "gemma4"), "--gpu", "gfx942")
+def test_kernels_of_mixed_shared_and_recurrent_layers(capsys):
+    text = output_of(capsys, "--model", str(CHECKPOINTS / "gemma4"), "--gpu", "gfx942")
     assert text.count(" kv heads of ") == 2
-    text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--gpu", "sm_90")
+    text = output_of(
+        capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--gpu", "sm_90"
+    )
     assert "for keys and" in text
-    text = said(capsys, "--model", str(CHECKPOINTS / "bamba"), "--gpu", "sm_90")
+    text = output_of(capsys, "--model", str(CHECKPOINTS / "bamba"), "--gpu", "sm_90")
     assert "recurrent-state layers: XLA, without a kernel" in text
-    text = said(
+    text = output_of(
         capsys,
         *("--model", "num_kv_heads=8,head_dim=20", "--block-size", "24"),
         *("--gpu", "sm_90"),
@@ -120,13 +122,13 @@ def test_paths_of_mixed_shared_and_recurrent_layers(capsys):
 
 
 def test_the_local_gpu_is_the_default(capsys, monkeypatch):
-    text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
+    text = output_of(capsys, "--model", "num_kv_heads=1,head_dim=64")
     cards = [line for line in text.splitlines() if line.endswith(":")]
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
     assert text.startswith("no GPU found")
     known = {"rocm": "gfx950"}
     monkeypatch.setattr("jkv.attention.backend.find_target", known.get)
-    text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
+    text = output_of(capsys, "--model", "num_kv_heads=1,head_dim=64")
     assert text.startswith("gfx950:\n") and text.count("layers,") == 1
 
 

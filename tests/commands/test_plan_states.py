@@ -1,7 +1,7 @@
-"""python -m jkv.plan for models with layers that have a state."""
+"""python -m jkv.plan for models with recurrent layers."""
 
 import pytest
-from support.config_json import folder
+from support.checkpoints.config_json import folder
 
 import jkv
 from jkv.commands.capacity import main, make_plan
@@ -38,28 +38,30 @@ def test_states_beside_keys_and_values(tmp_path):
     past = 36 * 3 * 8192 * 2
     assert found.states == (36, 72 * 2**20, past)
     assert found.bytes_per_token == 12 * 2 * 2 * 256 * 2
-    # A sequence of 4,096 tokens, its states, and where each of these stands.
+    # A sequence of 4,096 tokens, its states, and their token counts.
     expected = 4096 * found.bytes_per_token + 72 * 2**20 + past + 36 * 4
     assert found.bytes_needed[4096] == expected
-    said = found.report()
-    assert "36 layers with a state: 72.0 MiB of memory, as much as 3,072 tokens" in said
-    assert "context length   sequences at once   bytes of each\n" in said
+    output = found.report()
+    assert (
+        "36 layers with a state: 72.0 MiB of memory, as much as 3,072 tokens" in output
+    )
+    assert "context length   sequences at once   bytes of each\n" in output
     assert found.groups.bytes <= found.budget
     assert found.groups.layer_groups == (1, 1, 1, 0) * 12
 
 
-def test_devices_share_the_heads_of_states(tmp_path):
+def test_devices_shard_the_heads_of_states(tmp_path):
     path = folder(tmp_path, **QWEN3_NEXT)
     one, two = (
         make_plan(path, "192GiB", weights="80GiB", tensor_parallel=n) for n in (1, 2)
     )
     assert one.states == two.states and one.bytes_needed == two.bytes_needed
     (whole,), (half,) = (plan.groups.state_groups for plan in (one, two))
-    numbers = 36 * 4  # where states stand, on every device
+    numbers = 36 * 4  # token counts of states, on every device
     assert half.bytes_per_sequence - numbers == (whole.bytes_per_sequence - numbers) / 2
 
 
-def test_tokens_that_may_be_taken_back_are_counted(tmp_path):
+def test_pending_tokens_are_counted(tmp_path):
     path = folder(tmp_path, **QWEN3_NEXT)
     plain, guessing = (
         make_plan(path, "192GiB", weights="80GiB", max_pending=n) for n in (0, 4)
@@ -73,22 +75,22 @@ def test_a_model_without_keys_and_values(tmp_path):
     path, longest = folder(tmp_path, **MAMBA2), 8192
     found = make_plan(path, "24GiB", weights="5GiB", max_context_length=longest)
     assert found.config is None and found.bytes_per_token == 0
-    # However long it is, a sequence takes the same.
+    # A sequence takes the same memory at any length.
     assert set(found.bytes_needed.values()) == {sum(found.states[1:]) + 64 * 4}
-    said = found.report()
-    assert "per token" not in said and "160.0 MiB of memory;" in said
-    for memory, weights, says in (
+    output = found.report()
+    assert "per token" not in output and "160.0 MiB of memory;" in output
+    for memory, weights, message in (
         ("24MiB", "1KiB", "not even one sequence"),
         ("1GiB", "5GiB", "leave nothing"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             make_plan(path, memory, weights=weights, max_context_length=longest)
     with pytest.raises(ValueError, match="at least 1 device"):
         make_plan(path, "24GiB", max_context_length=longest, tensor_parallel=0)
 
 
-def test_copies_for_prompts_seen_before(tmp_path, capsys):
-    """Prefix caching needs them; they take their part of the memory."""
+def test_snapshots_for_prefix_caching(tmp_path, capsys):
+    """Prefix caching needs snapshots, which take a part of the memory."""
     path = str(folder(tmp_path, **QWEN3_NEXT))
     given = ["--model", path, "--memory", "192GiB", "--max-context-length", "4096"]
     with pytest.raises(SystemExit):
@@ -96,11 +98,11 @@ def test_copies_for_prompts_seen_before(tmp_path, capsys):
     assert "num_snapshots and snapshot_every" in capsys.readouterr().err
     copies = ["--num-snapshots", "64", "--snapshot-every", "1024"]
     main([*given, "--prefix-caching", *copies])
-    said = capsys.readouterr().out
-    assert "states and 64 snapshots, 73.7 MiB each" in said
+    output = capsys.readouterr().out
+    assert "states and 64 snapshots, 73.7 MiB each" in output
 
 
-def test_unknown_states_and_the_way_out(tmp_path, capsys):
+def test_unknown_states_and_the_fix(tmp_path, capsys):
     settings = QWEN3_NEXT | dict(
         model_type="minimax", layer_types=["linear_attention", "full_attention"] * 24
     )

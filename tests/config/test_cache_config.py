@@ -35,7 +35,7 @@ pytestmark = pytest.mark.one_end
     ],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
-def test_sizes_that_cannot_work_are_rejected(field, value):
+def test_invalid_sizes_are_rejected(field, value):
     with pytest.raises(ValueError, match=field):
         small_config(**{field: value})
 
@@ -50,25 +50,25 @@ def test_invalid_dtypes_list_the_valid_ones(dtype):
         small_config(value_dtype=dtype)
 
 
-def test_fp8_is_the_encoding_that_travels():
+def test_fp8_means_the_portable_encoding():
     assert small_config(dtype="fp8").dtype == jnp.float8_e4m3fn
     assert small_config(dtype=jnp.float8_e4m3fnuz).dtype == jnp.float8_e4m3fnuz
 
 
-def test_values_may_have_a_dtype_of_their_own():
+def test_values_may_have_their_own_dtype():
     sizes = dict(num_layers=1, num_kv_heads=2, head_dim=16, value_head_dim=8)
     config = small_config(**sizes, dtype="int8", value_dtype="int4")
-    # A byte an element and half a byte, each with a scale of two.
+    # One byte and half a byte per element, with a two-byte scale each.
     assert config.bytes_per_token == 2 * ((16 + 2) + (4 + 2))
     assert "int8 keys, int4 values" in str(config)
     assert config.is_quantized and not small_config(dtype="bfloat16").is_quantized
     assert small_config(dtype="float32", value_dtype=jnp.int4).is_quantized
-    # Another dtype of keys takes the values along, unless they have their own.
+    # Changing the keys' dtype also changes the values', unless they have their own.
     alike = dataclasses.replace(small_config(dtype="int8"), dtype="float32")
     assert alike == small_config(dtype="float32")
 
 
-def test_four_bits_go_in_pairs():
+def test_int4_needs_even_head_dims():
     for sizes in (dict(head_dim=7, value_head_dim=8), dict(value_head_dim=3)):
         with pytest.raises(ValueError, match="head dim must be even"):
             small_config(**sizes, dtype="int4")
@@ -89,7 +89,7 @@ def test_sizes_are_python_ints_and_do_not_overflow():
     assert type(config.bytes) is int
     with pytest.raises(ValueError, match="num_blocks"):
         small_config(num_blocks=2**31)
-    # Places in the ring of a prefix index go to twice as many.
+    # The ring of a prefix index has twice as many places.
     with pytest.raises(ValueError, match="with prefix_caching"):
         small_config(num_blocks=2**29, prefix_caching=True)
     assert small_config(num_blocks=2**29 - 1, prefix_caching=True).num_blocks
@@ -154,7 +154,7 @@ def test_bytes_equal_the_arrays(changes, metadata):
 
 
 def test_capacity_in_tokens_by_hand():
-    # 8 blocks of 4 tokens: 32 tokens, in sequences of 12, 12 and 8 only 8 blocks.
+    # 8 blocks of 4 tokens: 32 tokens; sequences of 12, 12 and 8 use all 8 blocks.
     assert small_config().capacity_tokens == 32
     cache = opened(12, 12, 8)
     assert free_count(cache) == 0
@@ -163,7 +163,7 @@ def test_capacity_in_tokens_by_hand():
     assert names(step.status) == ["OUT_OF_BLOCKS"] * 3
 
 
-def test_sizes_can_be_read_off_the_cache():
+def test_sizes_are_properties_of_the_cache():
     config = small_config(
         num_layers=3, num_kv_heads=2, value_head_dim=5, max_sequences=7
     )
@@ -195,7 +195,7 @@ def test_sizes_from_a_budget_and_from_a_context_length():
     assert config.num_blocks == 5 * 8
 
 
-def test_fields_replace_toy_sizes():
+def test_fields_override_toy_sizes():
     config = jkv.CacheConfig.toy(head_dim=16, num_blocks=3)
     assert (config.value_head_dim, config.num_blocks, config.block_size) == (16, 3, 4)
     with pytest.raises(UsageError, match="toy has no field 'heads'.*'num_kv_heads'"):

@@ -1,8 +1,8 @@
-"""Caches of published models with their own keys in config.json, by hand."""
+"""Caches of published models with unusual keys in config.json, by hand."""
 
 import pytest
-from support import published_models as published
-from support.config_json import folder
+from support.checkpoints import published_models as published
+from support.checkpoints.config_json import folder
 
 import jkv
 from jkv.commands.capacity import make_plan
@@ -10,7 +10,7 @@ from jkv.config.huggingface import read_sizes
 
 pytestmark = pytest.mark.one_end
 
-# Layers, kv heads and head dim of a cache in bfloat16.
+# Layers, kv heads and head dim of a bfloat16 cache.
 SIZES = {
     "GLM4_9B": (40, 2, 128),
     "GLM4_5_AIR": (46, 8, 128),
@@ -33,7 +33,7 @@ def test_a_published_model(name, tmp_path):
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == SIZES[name]
     assert config.max_context_length == settings["max_position_embeddings"]
     assert config.dtype == "bfloat16"
-    # All layers alike: a single group.
+    # All layers are alike: a single group.
     grouped = jkv.GroupedConfig.from_model(path, budget_bytes="96GiB")
     assert grouped.layer_groups == (0,) * config.num_layers
     assert make_plan(path, "96GiB").bytes_per_token == config.bytes_per_token
@@ -57,7 +57,7 @@ def test_kinds_of_minimax(tmp_path):
         jkv.GroupedConfig.from_model(path, budget_bytes="8GiB")
 
 
-def test_layers_that_share_are_refused(tmp_path):
+def test_shared_layers_are_refused(tmp_path):
     path = folder(tmp_path, **published.HUNYUAN_A13B | dict(use_cla=True))
     with pytest.raises(ValueError, match="use_cla.*give num_layers"):
         jkv.CacheConfig.from_model(path, num_blocks=4)
@@ -65,7 +65,7 @@ def test_layers_that_share_are_refused(tmp_path):
 
 
 def test_names_of_chatglm(tmp_path):
-    """GLM-4-9B before it came to transformers."""
+    """GLM-4-9B before its port to transformers."""
     settings = dict(
         model_type="chatglm",
         num_layers=40,

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from support.config_json import LLAMA, folder
+from support.checkpoints.config_json import LLAMA, folder
 from support.small_caches import small_config
 
 import jkv
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.one_end
 
 
 def config_of_two(**changes):
-    """Layers 0, 2 look back over 5 tokens, 3 over all; 1 keeps nothing."""
+    """Return layers 0 and 2 with a window, 3 with full attention, 1 without keys."""
     windowed = small_config(num_layers=2, num_blocks=6, sliding_window=5)
     fields = dict(groups=(windowed, small_config()), layer_groups=(0, (), 0, (1,)))
     return jkv.GroupedConfig(**fields | changes)
 
 
 def grouped(count, **changes):
-    """Return so many groups of one layer, with windows of 5, 6, ... tokens."""
+    """Return `count` groups of one layer, with windows of 5, 6, ... tokens."""
     groups = tuple(small_config(sliding_window=5 + i, **changes) for i in range(count))
     return dict(groups=groups, layer_groups=tuple(range(count)))
 
@@ -32,11 +32,11 @@ def test_bytes_by_hand():
     storage = 2 * (2 * 6 + 1 * 8) * 4 * 2 * 4
     # Five numbers of 4 sequences, a ring of 4, eight ints, 14 counters of two words.
     sequences = 5 * 16 + 16 + 32 + 112
-    # Of each group tables 4x4, a row of 4, counts and ring, eight ints; the window's.
+    # Per group: tables 4x4, a row of 4, counts and ring, eight ints; the window's.
     groups = 64 + 16 + 2 * 24 + 32 + 16 + 64 + 16 + 2 * 32 + 32
     assert config.storage_bytes == storage
     assert config.metadata_bytes == sequences + groups
-    # The docstring's bytes for an index, and three rows of 4.
+    # The index's bytes as documented, and three rows of 4.
     found = dataclasses.replace(config, prefix_caching=True)
     more = 32 * 4 + 8 * (116 + 4) + 6 * 12 + 3 * 16
     assert found.bytes == config.bytes + more
@@ -73,8 +73,8 @@ def test_config_arrays_equal_the_cache(config, prefix_caching):
     assert cache.layer_groups == config.groups_of_layers
 
 
-def test_only_the_leading_group_has_tokens():
-    """The first that sees everything; else the one that sees furthest."""
+def test_only_the_leading_group_records_tokens():
+    """The first with full attention, else the one with the widest window."""
     for config, leader in (
         (config_of_two(prefix_caching=True), 1),
         (jkv.GroupedConfig(**grouped(3, record_tokens=True)), 2),
@@ -111,7 +111,7 @@ def test_configurations_can_be_static_arguments():
 
 
 @pytest.mark.parametrize(
-    "changes, says",
+    "changes, message",
     [
         (dict(layer_groups=(0, 0)), "group 1 has num_layers 1, .* gives it 0 layers"),
         (dict(layer_groups=(0, 0, 1, 2)), "must name one of 2 groups"),
@@ -134,12 +134,12 @@ def test_configurations_can_be_static_arguments():
         ),
     ],
 )
-def test_groups_that_cannot_work_are_rejected(changes, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_groups_are_rejected(changes, message):
+    with pytest.raises(ValueError, match=message):
         config_of_two(**changes)
 
 
-def test_an_index_is_counted_in_a_budget(tmp_path):
+def test_a_budget_includes_the_index(tmp_path):
     sizes = dict(layer_windows=[32, None], num_kv_heads=1, head_dim=8, step_tokens=4)
     plain, indexed = (
         jkv.GroupedConfig.for_context_length(

@@ -1,10 +1,11 @@
-"""Configurations from the settings of models."""
+"""Configurations from models' config.json."""
 
+import json
 import logging
 
 import jax.numpy as jnp
 import pytest
-from support.config_json import LLAMA, folder
+from support.checkpoints.config_json import LLAMA, folder
 from support.paths import EXAMPLES
 
 import jkv
@@ -22,13 +23,13 @@ def test_a_model_by_hand(tmp_path):
     assert config.dtype == jnp.bfloat16 and config.max_context_length == 131_072
     # Keys and values, 32 layers, 8 heads of 128, 2 bytes each: 128 KiB.
     assert config.bytes_per_token == 2 * 32 * 8 * 128 * 2 == 128 * 1024
-    # 16 GiB hold 131,072 such tokens, less the tables: 256 rows of 8,192 ids.
+    # 16 GiB hold 131,072 such tokens, minus the tables: 256 rows of 8,192 ids.
     assert 0.99 * 131_072 < config.capacity_tokens < 131_072
     assert config.bytes <= 16 * 2**30
     assert config.max_sequences == 256
 
 
-def test_overrides_come_first(tmp_path):
+def test_overrides_take_precedence(tmp_path):
     config = jkv.CacheConfig.from_model(
         folder(tmp_path, **LLAMA),
         budget_bytes=2**30,
@@ -62,17 +63,17 @@ def test_the_bundled_model_and_its_cache():
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        # Every head its own keys, sizes by older names, no dtype: GPT-2.
+        # No kv heads, older key names, no dtype: GPT-2.
         (
             dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024),
             (12, 12, 64, 1024, "float32"),
         ),
-        # Without positions to learn, so no longest context: Bloom 560M.
+        # No learned positions, so no maximum context: Bloom 560M.
         (
             dict(model_type="bloom", n_layer=24, n_head=16, hidden_size=1024),
             (24, 16, 64, 2048, "float32"),
         ),
-        # One head for all: Falcon 7B.
+        # One kv head for all: Falcon 7B.
         (
             dict(
                 num_hidden_layers=32,
@@ -84,7 +85,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 1, 64, 2048, "bfloat16"),
         ),
-        # A language model among others, its dtype outside: Gemma 3.
+        # A nested text configuration, its dtype outside: Gemma 3.
         (
             dict(
                 model_type="gemma3",
@@ -101,7 +102,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (34, 4, 256, 131_072, "bfloat16"),
         ),
-        # Its sizes left out, as they are a Llama's: LLaVA 1.5 7B.
+        # Sizes omitted, as they are a Llama's: LLaVA 1.5 7B.
         (
             dict(
                 model_type="llava",
@@ -111,7 +112,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 32, 128, 4096, "float16"),
         ),
-        # Two levels down, the dtype at the top: Qwen2.5-Omni.
+        # Nested twice, the dtype at the top: Qwen2.5-Omni.
         (
             dict(
                 model_type="qwen2_5_omni",
@@ -123,9 +124,9 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 8, 128, 131_072, "bfloat16"),
         ),
-        # By another name: InternVL.
+        # Another name of the nested configuration: InternVL.
         (dict(llm_config=LLAMA), (32, 8, 128, 131_072, "bfloat16")),
-        # Left out in config.json, as transformers fills in: Mistral 7B.
+        # Keys omitted, with transformers' defaults: Mistral 7B.
         (
             dict(
                 model_type="mistral",
@@ -137,7 +138,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 8, 128, 32_768, "float16"),
         ),
-        # A class where the heads are not the hidden size: gpt-oss 20B.
+        # Heads times head dim differ from the hidden size: gpt-oss 20B.
         (
             dict(
                 model_type="gpt_oss",
@@ -149,7 +150,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (24, 8, 64, 131_072, "bfloat16"),
         ),
-        # Latent, the sizes of its vector left out: DeepSeek-V3.
+        # Latent, without the vector's sizes: DeepSeek-V3.
         (
             dict(
                 model_type="deepseek_v3",
@@ -161,7 +162,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (61, 1, 576, 163_840, "bfloat16"),
         ),
-        # Three of four layers without keys: Qwen3-Next.
+        # Three of four layers have no keys: Qwen3-Next.
         (
             LLAMA
             | dict(layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12),
@@ -203,7 +204,7 @@ def test_settings_by_many_names(tmp_path, settings, expected):
             ),
             (24, 8192),
         ),
-        # The last layers keep nothing of their own.
+        # The last layers keep no keys of their own.
         (
             dict(
                 sliding_window=512,
@@ -222,8 +223,8 @@ def test_windows_by_many_names(tmp_path, settings, expected):
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        # Of four layers: the last sees everything, the second and later ones do not,
-        # the first and third do not, and one of three that attend.
+        # Of four layers: all but the last; only the first; the second and fourth; and
+        # one of three attention layers.
         (dict(sliding_window=8, sliding_window_pattern=4), (8, 8, 8, None)),
         (dict(sliding_window=8, max_window_layers=1), (None, 8, 8, 8)),
         (dict(sliding_window=8, model_type="gemma2", head_dim=128), (8, None, 8, None)),
@@ -237,19 +238,19 @@ def test_windows_by_many_names(tmp_path, settings, expected):
         (dict(), (None,) * 4),
     ],
 )
-def test_the_layers_with_a_window_are_known(tmp_path, settings, expected):
+def test_windowed_layers_are_recognized(tmp_path, settings, expected):
     path = folder(tmp_path, **LLAMA | dict(num_hidden_layers=4) | settings)
     assert read_sizes(path, {}).layer_windows == expected
 
 
-def test_an_assumed_context_is_noted(tmp_path, caplog):
+def test_an_assumed_context_is_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jkv")
     settings = LLAMA | dict(max_position_embeddings=None)
     jkv.CacheConfig.from_model(folder(tmp_path, **settings), num_blocks=1)
     assert "no context length, 2,048 is assumed; give max_context_length" in caplog.text
 
 
-def test_a_sliding_window_is_noted(tmp_path, caplog):
+def test_a_sliding_window_is_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jkv")
     path = folder(tmp_path, **LLAMA, sliding_window=4096)
     jkv.CacheConfig.from_model(path, num_blocks=1)
@@ -261,7 +262,7 @@ def test_a_sliding_window_is_noted(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "changes, says",
+    "changes, message",
     [
         (dict(is_encoder_decoder=True), "second cache"),
         (dict(num_hidden_layers=None), "num_hidden_layers.*give num_layers"),
@@ -279,13 +280,13 @@ def test_a_sliding_window_is_noted(tmp_path, caplog):
         (dict(global_head_dim=512), "give num_kv_heads and head_dim"),
     ],
 )
-def test_missing_or_unknown_settings_are_refused_by_name(tmp_path, changes, says):
+def test_missing_or_unknown_settings_are_refused_by_name(tmp_path, changes, message):
     path = folder(tmp_path, **LLAMA | changes)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         jkv.CacheConfig.from_model(path, budget_bytes="1GB", max_sequences=2)
 
 
-def test_a_latent_model_has_its_values_in_its_keys(tmp_path):
+def test_a_latent_model_stores_values_in_keys(tmp_path):
     latent = LLAMA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
     config = jkv.CacheConfig.from_model(folder(tmp_path, **latent), num_blocks=4)
     assert (config.num_kv_heads, config.head_dim) == (1, 576)
@@ -293,7 +294,7 @@ def test_a_latent_model_has_its_values_in_its_keys(tmp_path):
     assert config.bytes_per_token == 32 * 576 * 2
 
 
-def test_given_sizes_are_not_looked_for(tmp_path):
+def test_given_sizes_are_not_read(tmp_path):
     latent = LLAMA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
     config = jkv.CacheConfig.from_model(
         folder(tmp_path, **latent),
@@ -305,14 +306,18 @@ def test_given_sizes_are_not_looked_for(tmp_path):
     assert config.bytes_per_token == 32 * (576 + 512) * 2
 
 
-def test_files_that_are_none(tmp_path):
+def test_invalid_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")
-    with pytest.raises(FileNotFoundError, match="m.gguf is not there"):
+    with pytest.raises(FileNotFoundError, match="m.gguf does not exist"):
         jkv.CacheConfig.from_model(tmp_path / "m.gguf", budget_bytes="1GB")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="no object"):
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")
+    given = {"num_hidden_layers": 1, "layer_types": [["a"]]}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match="layers of unknown kind"):
         jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")

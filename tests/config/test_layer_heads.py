@@ -1,10 +1,10 @@
-"""Models with heads that differ by layer, beside the classes of transformers."""
+"""Models with heads that differ by layer, compared with transformers' classes."""
 
 import importlib.util
 
 import pretrained
 import pytest
-from support.config_json import LLAMA, folder
+from support.checkpoints.config_json import LLAMA, folder
 
 import jkv
 from jkv.commands.capacity import make_plan
@@ -26,7 +26,7 @@ def list_types(name):
     return [kind for kind, each in families.FAMILIES.items() if each.kinds is name]
 
 
-# Keys that tell which layers have the window: without them the model type does.
+# Keys that list the windowed layers; without them the model type decides.
 TELLING = ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")
 GEMMA4 = dict(
     model_type="gemma4_text",
@@ -60,7 +60,7 @@ def bytes_per_token(path, **options):
 
 
 def of_transformers(model_type, **changes):
-    """The settings that transformers writes, and its per-layer view of them."""
+    """Return transformers' config.json, and its configuration object."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type](dtype="bfloat16", **changes)
@@ -85,7 +85,7 @@ def test_gemma_4_bytes_equal_its_layers(tmp_path, changes, num_layers):
     layers = [config.per_layer_config[layer] for layer in range(kept)]
     expected = sum(4 * each.num_key_value_heads * each.head_dim for each in layers)
     assert bytes_per_token(folder(tmp_path, **settings)) == expected
-    # As the model's authors write it, without a word on single layers.
+    # As the authors write it, without per-layer entries.
     plain = GEMMA4 | changes
     assert bytes_per_token(folder(tmp_path, **plain)) == expected
 
@@ -117,11 +117,11 @@ def test_gemma_4_by_hand(tmp_path):
     ],
     ids=["class", "pattern", "keys"],
 )
-def test_mimo_has_twice_the_heads_in_windows(tmp_path, changes):
+def test_mimo_has_twice_the_kv_heads_in_windows(tmp_path, changes):
     path = folder(tmp_path, **MIMO | changes)
     assert bytes_per_token(path) == 222_720
     sizes = read_sizes(path, {})
-    # The size counts the tokens before the token itself.
+    # Its window size excludes the token itself.
     assert [w is None for w in sizes.layer_windows].count(True) == 9
     assert set(sizes.layer_windows) == {None, 129}
 
@@ -141,7 +141,7 @@ def test_one_pool_of_different_layers_is_refused(tmp_path, settings):
     assert given.bytes_per_token == given.num_layers * 8 * 512 * 2 * 2
 
 
-def test_entries_of_single_layers(tmp_path):
+def test_per_layer_entries(tmp_path):
     own = {"0": {"head_dim": 64}, "01": {"intermediate_size": 8}}
     path = folder(tmp_path, **LLAMA | dict(per_layer_config=own))
     assert bytes_per_token(path) == (31 * 128 + 64) * 8 * 4
@@ -158,7 +158,7 @@ def test_entries_of_single_layers(tmp_path):
 
 @needs_transformers
 @pytest.mark.parametrize("attending", [[2, 5, 8], []])
-def test_lfm2_counts_the_layers_that_attend(tmp_path, attending):
+def test_lfm2_counts_the_attention_layers(tmp_path, attending):
     settings, config = of_transformers("lfm2", full_attn_idxs=attending)
     del settings["layer_types"]
     assert config.layer_types.count("full_attention") == len(attending)
@@ -168,7 +168,7 @@ def test_lfm2_counts_the_layers_that_attend(tmp_path, attending):
 
 @needs_transformers
 @pytest.mark.parametrize("model_type", [*list_stepping(), *FULL_FIRST])
-def test_windows_that_the_model_type_decides(tmp_path, model_type):
+def test_windows_determined_by_the_model_type(tmp_path, model_type):
     settings, config = of_transformers(model_type)
     window, shared = config.sliding_window, getattr(config, "num_kv_shared_layers", 0)
     kinds = config.layer_types[: config.num_hidden_layers - shared]
@@ -181,8 +181,8 @@ def test_windows_that_the_model_type_decides(tmp_path, model_type):
 @needs_transformers
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe"])
 @pytest.mark.parametrize("late", [{}, dict(max_window_layers=5)])
-def test_windows_of_the_later_or_the_earlier_layers(tmp_path, model_type, late):
-    """In jkv and in the loader; without `max_window_layers` 28 are none, or early."""
+def test_windows_of_only_late_or_only_early_layers(tmp_path, model_type, late):
+    """In jkv and in the loader; `max_window_layers` defaults to 28."""
     changes = dict(num_hidden_layers=32, use_sliding_window=True, **late)
     settings, config = of_transformers(model_type, **changes)
     kinds = [kind == "sliding_attention" for kind in config.layer_types]
@@ -197,7 +197,7 @@ def test_windows_of_the_later_or_the_earlier_layers(tmp_path, model_type, late):
 @needs_transformers
 @pytest.mark.parametrize("model_type", list_types(families.all_windowed))
 def test_windows_of_all_layers(tmp_path, model_type):
-    """For any other window keys in a file, as classes of transformers ignore them."""
+    """Other window keys have no effect, as in transformers' classes."""
     changes = dict(sliding_window=8, max_window_layers=1, sliding_window_pattern=2)
     if model_type == "qwen3_moe":
         changes |= dict(use_sliding_window=True)
@@ -210,7 +210,7 @@ def test_windows_of_all_layers(tmp_path, model_type):
 @needs_transformers
 @pytest.mark.parametrize("model_type", ["llama4_text", "smollm3"])
 @pytest.mark.parametrize("turned", [None, [1, 1, 0, 1, 0, 1]])
-def test_windows_of_layers_that_are_turned(tmp_path, model_type, turned):
+def test_windows_of_layers_with_rope(tmp_path, model_type, turned):
     changes = dict(num_hidden_layers=6, no_rope_layers=turned)
     if model_type == "smollm3":
         changes |= dict(use_sliding_window=True, sliding_window=8)

@@ -1,9 +1,9 @@
-"""Layers that have a state, of models as their authors publish them."""
+"""Recurrent layers of published models."""
 
 import math
 
 import pytest
-from support.config_json import LLAMA, folder
+from support.checkpoints.config_json import LLAMA, folder
 
 import jkv
 from jkv.config.huggingface import read_sizes
@@ -14,8 +14,8 @@ BFLOAT16 = dict(torch_dtype="bfloat16", max_position_embeddings=262_144)
 
 NEMOTRON_NANO_9B = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 
-# The settings of config.json, the layers that attend, the layers with a state, and the
-# bytes of one state: of its memories, and of the tokens that its convolutions keep.
+# config.json, the attention layers, the recurrent layers, and the bytes of one state:
+# of its memories, and of the tokens that its convolutions keep.
 MODELS = {
     # 36 layers, 32 heads of 128 x 128; 3 tokens of 2 x 16 + 32 heads of 128.
     "Qwen3-Next-80B-A3B": (
@@ -102,7 +102,7 @@ MODELS = {
         (4, 36),
         (36 * 128 * 64 * 128 * 4, 36 * 3 * (8192 + 256) * 2),
     ),
-    # 25 layers are perceptrons and keep nothing.
+    # 25 layers are MLPs without a cache.
     "NVIDIA-Nemotron-Nano-9B-v2": (
         dict(
             model_type="nemotron_h",
@@ -167,7 +167,7 @@ MODELS = {
         (0, 64),
         (64 * 80 * 64 * 128 * 4, 64 * 3 * (5120 + 256) * 2),
     ),
-    # The tokens before the newest are all there is.
+    # The state holds only previous tokens.
     "LFM2-1.2B": (
         dict(
             model_type="lfm2",
@@ -210,7 +210,7 @@ def count_bytes(arrays):
 
 
 def weigh(layers):
-    """Return the bytes of all states: of memories, and of earlier tokens."""
+    """Return the bytes of all states: of memories, and of previous tokens."""
     states = [layer.state for layer in layers if layer.state]
     arrays = [each for state in states for each in state.arrays]
     memories = [array for name, array in arrays if not name.startswith("past")]
@@ -238,7 +238,7 @@ def test_a_state_beside_keys_and_values(tmp_path):
     assert memories == 72 * 2**20 == 3072 * config.bytes_per_token
 
 
-def test_a_token_that_may_be_taken_back_is_small(tmp_path):
+def test_a_pending_token_is_small(tmp_path):
     """The pending inputs of four tokens take at most a tenth of the state."""
     for name in ("Qwen3-Next-80B-A3B", "granite-4.0-h-small", "Falcon-H1-34B"):
         path = folder(tmp_path, **BFLOAT16 | MODELS[name][0])
@@ -267,7 +267,7 @@ def test_groups_of_published_models(tmp_path, name):
     ]
     inputs = next(layer.state.inputs for layer in layers if layer.state)
     pending = 2 * num_with_state * count_bytes([array for _, array in inputs])
-    # Beside them a number of each sequence and layer: where the state stands.
+    # Plus a number per sequence and layer: the state's token count.
     assert of_states.bytes_per_sequence == sum(states) + pending + 4 * num_with_state
     blocks = [group.num_blocks * group.block_size for group in config.block_groups]
     assert blocks == [3 * 64] * bool(num_attending)
@@ -298,21 +298,21 @@ def test_a_cache_of_a_small_hybrid(tmp_path):
     )
 
 
-def test_fields_of_states_where_there_are_none(tmp_path):
+def test_state_fields_without_recurrent_layers(tmp_path):
     with pytest.raises(ValueError, match="max_pending.* there are none"):
         jkv.GroupedConfig.from_model(
             folder(tmp_path, **LLAMA), max_sequences=2, max_pending=4
         )
 
 
-def test_a_model_without_attention_is_no_single_pool(tmp_path):
+def test_a_model_without_attention_is_refused_as_a_single_pool(tmp_path):
     path = folder(tmp_path, **BFLOAT16 | MODELS["mamba2-2.7b"][0])
     with pytest.raises(ValueError, match="none of its layers.*GroupedConfig"):
         jkv.CacheConfig.from_model(path, num_blocks=4)
 
 
-def test_keys_and_values_alone(tmp_path):
-    """With num_layers given, or by default, there are no states."""
+def test_keys_and_values_only(tmp_path):
+    """With `num_layers` given, or by default, there are no states."""
     path = folder(tmp_path, **BFLOAT16 | MODELS["Bamba-9B"][0])
     given = read_sizes(path, {"num_layers": 3}, with_states=True)
     default_platforms = read_sizes(path, {})
@@ -322,7 +322,7 @@ def test_keys_and_values_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, says",
+    "changes, message",
     [
         (
             dict(model_type="minimax", layer_types=["linear_attention"]),
@@ -335,9 +335,9 @@ def test_keys_and_values_alone(tmp_path):
         (dict(model_type="nemotron_h", hybrid_override_pattern="M?"), r"\['\?'\]"),
     ],
 )
-def test_unknown_states_are_refused_by_name(tmp_path, changes, says):
+def test_unknown_states_are_refused_by_name(tmp_path, changes, message):
     path = folder(tmp_path, **LLAMA | changes)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         read_sizes(path, {}, with_states=True)
 
 

@@ -1,4 +1,4 @@
-"""Configurations from budgets, and the number of tokens that fit."""
+"""Configurations from budgets, and their capacity in tokens."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ SIZES = dict(num_layers=2, num_kv_heads=2, head_dim=8)
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("budget", [50_000, 50_001, 1_000_000])
-def test_as_many_sequences_as_fit(budget, prefix_caching):
+def test_a_budget_gives_the_maximum_number_of_sequences(budget, prefix_caching):
     sizes = SIZES | dict(prefix_caching=prefix_caching)
     config = jkv.CacheConfig.for_context_length(30, budget_bytes=budget, **sizes)
     assert config.bytes <= budget
@@ -24,16 +24,16 @@ def test_as_many_sequences_as_fit(budget, prefix_caching):
         30, max_sequences=config.max_sequences + 1, **sizes
     )
     assert more.bytes > budget
-    # All of them really reach that length, none shared.
+    # All of them reach that length, without sharing.
     assert config.max_sequences * -(-30 // config.block_size) <= config.num_blocks
     if budget > 50_001:
-        return  # counted the same way, and another program to compile
+        return  # counted the same way, with another program to compile
     cache = jkv.init(config, storage=False)
     cache, opened = jkv.allocate(cache, [30] * config.max_sequences)
     assert not opened.status.any()
 
 
-def test_a_budget_or_a_number():
+def test_either_a_budget_or_a_number():
     for wrong in (dict(), dict(max_sequences=2, budget_bytes=10**6)):
         with pytest.raises(ValueError, match="max_sequences or budget"):
             jkv.CacheConfig.for_context_length(30, **SIZES, **wrong)
@@ -48,7 +48,7 @@ def test_budgets_with_units():
         assert config == jkv.CacheConfig.for_memory(count, **sizes)
 
 
-def test_longest_context_and_most_sequences_are_true():
+def test_reported_capacities_are_reached():
     config = small_config()  # 8 blocks of 4, 4 sequences of up to 14
     assert [config.longest_context(n) for n in range(6)] == [0, 14, 14, 8, 8, 0]
     found = [config.most_sequences(n) for n in (0, 4, 5, 9, 13, 14, 15)]
@@ -78,7 +78,7 @@ def test_sizes_printed_in_human_units():
         "4 sequences of up to 14 tokens",
     ]
     assert lines[3].startswith(human_bytes(config.bytes))
-    # `repr` still shows the arguments that give it.
+    # `repr` still shows the constructor's arguments.
     assert repr(config).startswith("CacheConfig(num_layers=3, ")
 
 

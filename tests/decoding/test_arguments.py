@@ -1,4 +1,4 @@
-"""Arguments as values equal their fields by name; errors name mistakes."""
+"""Tests of loop arguments as values or as fields, and of their errors."""
 
 import functools
 
@@ -13,7 +13,7 @@ from jkv.decoding import DecodingOptions, GenerationConfig, Prompts
 from jkv.logits_processors import TokenBias
 
 pytestmark = pytest.mark.one_end
-TEXTS = [[1, 2, 3], [4]]
+ROWS = [[1, 2, 3], [4]]
 OF_PROMPTS = dict(limits=[2, 1], salts=[3, 4], stop_tokens=[5], stop_sequences=[[6, 1]])
 CONFIG = dict(max_new_tokens=2, num_samples=2, max_running=3, row_counts=(4,))
 OPTIONS = dict(
@@ -39,18 +39,18 @@ def same(one, other):
     assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
 
-def test_values_are_their_fields():
-    """The state that a loop goes on from is the same, also where they are traced."""
-    named = begin(TEXTS, **OF_PROMPTS, **CONFIG, **OPTIONS)
-    prompts = Prompts.of(TEXTS, **OF_PROMPTS)
+def test_values_equal_their_fields():
+    """`begin` returns the same state for both, also if they are traced."""
+    named = begin(ROWS, **OF_PROMPTS, **CONFIG, **OPTIONS)
+    prompts = Prompts.of(ROWS, **OF_PROMPTS)
     same(begin(prompts, **VALUES), named)
     same(begin(prompts, **CONFIG, options=VALUES["options"]), named)
-    same(begin(TEXTS, **OF_PROMPTS, **VALUES), named)
+    same(begin(ROWS, **OF_PROMPTS, **VALUES), named)
     jitted = jax.jit(begin, static_argnames="generation_config")
     same(jitted(prompts, **VALUES), named)
     same(jkv.jitted.begin(model, None, small_cache(), prompts, **VALUES), named)
     assert not jax.tree.all(
-        jax.tree.map(np.array_equal, named, begin(TEXTS, **CONFIG, **OPTIONS))
+        jax.tree.map(np.array_equal, named, begin(ROWS, **CONFIG, **OPTIONS))
     )
 
 
@@ -68,7 +68,7 @@ def test_added_prompts_have_their_own_stop_conditions():
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, message",
     [
         (dict(), "begin.* needs max_new_tokens or generation_config"),
         (dict(max_new_tokens=2, tokens=3), "begin.* unexpected .*'tokens'"),
@@ -85,32 +85,34 @@ def test_added_prompts_have_their_own_stop_conditions():
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_duplicate_or_unknown_arguments_are_refused(options, says):
-    with pytest.raises(jkv.UsageError, match=says):
-        begin(TEXTS, **options)
+def test_duplicate_or_unknown_arguments_are_refused(options, message):
+    with pytest.raises(jkv.UsageError, match=message):
+        begin(ROWS, **options)
     if "max_new_tokens" in options and "generation_config" not in options:
         with pytest.raises(jkv.UsageError, match="a Prompts and the keywords salts"):
-            begin(Prompts.of(TEXTS), max_new_tokens=2, salts=1)
+            begin(Prompts.of(ROWS), max_new_tokens=2, salts=1)
 
 
 def test_loops_refuse_unsupported_arguments():
-    extend = functools.partial(jkv.extend, model, None, opened(0, 0), [0, 1], TEXTS)
+    extend = functools.partial(jkv.extend, model, None, opened(0, 0), [0, 1], ROWS)
     with pytest.raises(jkv.UsageError, match="extend does not support max_running"):
         extend(generation_config=GenerationConfig(2, max_running=1))
-    with pytest.raises(jkv.UsageError, match="unexpected .*'num_samples'"):
+    with pytest.raises(jkv.UsageError, match="num_samples is not supported by extend"):
         extend(max_new_tokens=2, num_samples=2)
-    with pytest.raises(jkv.UsageError, match="unexpected .*'salts'"):
+    with pytest.raises(jkv.UsageError, match="salts is not supported by extend"):
         extend(max_new_tokens=2, salts=1)
     with pytest.raises(jkv.UsageError, match="beam_search does not support exact"):
         jkv.beam_search(
             model,
             None,
             small_cache(),
-            TEXTS,
+            ROWS,
             num_beams=2,
             generation_config=GenerationConfig(2, exact=True),
         )
-    with pytest.raises(jkv.UsageError, match="decode.* unexpected .*'max_new_tokens'"):
+    with pytest.raises(
+        jkv.UsageError, match="max_new_tokens is not supported by decode"
+    ):
         decoding.decode(
-            model, None, small_cache(), begin(TEXTS, max_new_tokens=2), max_new_tokens=3
+            model, None, small_cache(), begin(ROWS, max_new_tokens=2), max_new_tokens=3
         )

@@ -1,7 +1,7 @@
-"""Beam search: against plain Python, in tiny pools, and with invalid arguments.
+"""Beam search: compared with plain Python, in tiny pools, and with invalid arguments.
 
 `test_beam_parity.py` compares with transformers. One program serves nearly all tests
-here: prompts are padded, and a small pool is a large one that others fill.
+here: prompts are padded, and other sequences fill the pool.
 """
 
 import functools
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import plain_beam_search
+from support.decoding import plain_beam_search
 from support.jax_versions import few
 from test_generation import (
     CONTEXT,
@@ -34,7 +34,7 @@ found_wrong = []
 
 
 def checked_model(params, tokens, cache, batch, *, all_rows=False):
-    """The model with attention; the cache that each step gives it is recounted."""
+    """The attention model; `check` runs on the cache of each step."""
 
     def look(cache):
         try:
@@ -60,7 +60,7 @@ beam_search = jax.jit(
 
 
 def run(prompts, cache=None, penalty=1.0, stops=STOPS, params=None):
-    """Search in the shared shapes; the result as arrays, after a look at the cache."""
+    """Search in the shared shapes; check the cache and return the result as arrays."""
     found_wrong.clear()
     before = fresh_cache(free_rows=12) if cache is None else cache
     after, result = beam_search(
@@ -101,10 +101,12 @@ def expected(prompt, penalty=1.0, stops=STOPS, **options):
 
 
 def assert_found(result, i, wanted):
-    """Texts and scores of prompt i are as expected."""
+    """Assert the hypotheses and scores of prompt i."""
     lengths = result.lengths[i]
-    texts = [row[:n].tolist() for row, n in zip(result.tokens[i], lengths, strict=True)]
-    assert texts == [tokens for _, tokens in wanted]
+    hypotheses = [
+        row[:n].tolist() for row, n in zip(result.tokens[i], lengths, strict=True)
+    ]
+    assert hypotheses == [tokens for _, tokens in wanted]
     past = np.arange(NEW_TOKENS) >= lengths[:, None]
     assert ((result.tokens[i] == -1) == past).all()
     np.testing.assert_allclose(
@@ -117,7 +119,7 @@ def test_beams_equal_plain_python(penalty):
     result = run(PROMPTS, penalty=penalty)
     for i, prompt in enumerate(PROMPTS):
         assert_found(result, i, expected(prompt, penalty))
-    # The comparison can fail: another penalty, and one beam more, find other texts.
+    # Another penalty, or one more beam, finds other hypotheses.
     if penalty == 1.0:
         others = [expected(prompt, -1.0) for prompt in PROMPTS]
         assert any(
@@ -127,7 +129,7 @@ def test_beams_equal_plain_python(penalty):
 
 
 @pytest.mark.one_end
-def test_a_search_ends_by_its_texts_or_by_their_length():
+def test_a_search_ends_by_its_hypotheses_or_their_length():
     result = run(PROMPTS, stops=(-1, -1))
     assert result.reasons.tolist() == [FinishReason.LENGTH] * 4
     assert (result.lengths == NEW_TOKENS).all()
@@ -136,7 +138,7 @@ def test_a_search_ends_by_its_texts_or_by_their_length():
 
 
 @pytest.mark.one_end
-def test_invalid_prompts_get_a_reason_and_no_tokens():
+def test_invalid_prompts_report_a_reason_and_no_tokens():
     long = list(range(1, 19)) * 2
     result = run([[], PROMPTS[0], long[: CONTEXT + 1]])
     assert result.reasons[0] == FinishReason.EMPTY_PROMPT
@@ -148,7 +150,7 @@ def test_invalid_prompts_get_a_reason_and_no_tokens():
 
 
 @pytest.mark.one_end
-def test_the_context_bounds_a_text_as_a_limit_does():
+def test_the_context_limits_a_hypothesis_like_a_limit():
     prompt = (PROMPTS[3] * 4)[: CONTEXT - 2]
     result = run([prompt])
     assert result.reasons[0] in (FinishReason.CONTEXT_FULL, FinishReason.STOP)
@@ -156,7 +158,7 @@ def test_the_context_bounds_a_text_as_a_limit_does():
 
 
 @pytest.mark.one_end
-def test_logits_that_are_no_numbers_end_a_search_alone():
+def test_nan_logits_end_only_their_search():
     params = dict(attention_params())
     params["embedding"] = params["embedding"].at[6].set(jnp.nan)
     result = run([PROMPTS[0][:3], [6], [7, 8]], params=params)
@@ -165,8 +167,8 @@ def test_logits_that_are_no_numbers_end_a_search_alone():
 
 
 @pytest.mark.one_end
-def test_waiting_for_blocks_and_rows_loses_nothing():
-    """In every pool where it fits alone: texts are the same as with room for all."""
+def test_waiting_for_blocks_and_rows_preserves_results():
+    """Results in every pool large enough for one search equal those of a large pool."""
     rng = np.random.default_rng(0)
     restarts = out_of_blocks = 0
     for _ in range(8):
@@ -178,7 +180,7 @@ def test_waiting_for_blocks_and_rows_loses_nothing():
         restarts += int(result.statistics.restarts)
         for i, prompt in enumerate(prompts):
             if result.reasons[i] == FinishReason.OUT_OF_BLOCKS:
-                # Alone it needs a block for each beam beside the shared ones.
+                # Alone, a search needs a block per beam beside the shared ones.
                 shared, longest = len(prompt) // 4, -(-(len(prompt) + NEW_TOKENS) // 4)
                 assert shared + NUM_BEAMS * (longest - shared) > blocks
                 out_of_blocks += 1
@@ -188,7 +190,7 @@ def test_waiting_for_blocks_and_rows_loses_nothing():
 
 
 @pytest.mark.one_end
-def test_rows_for_one_search_are_enough_fewer_are_not():
+def test_the_rows_of_one_search_suffice_and_fewer_do_not():
     result = run(PROMPTS, fresh_cache(free_rows=NUM_BEAMS))
     for i, prompt in enumerate(PROMPTS):
         assert_found(result, i, expected(prompt))
@@ -210,7 +212,7 @@ def test_the_first_child_keeps_its_parents_row():
     seq_ids = np.array([[7, 3, 5, 1], [0, 2, 4, 6]], np.int32)
     parents = np.array([[2, 2, 0, 2], [3, 1, 0, 2]], np.int32)
     rows = jax.jit(assign_rows)(seq_ids, parents)
-    # Of the first prompt, parents 1 and 3 have no child: rows 3 and 1 are spare.
+    # Parents 1 and 3 of the first prompt have no child: rows 3 and 1 are spare.
     assert rows.tolist() == [[5, 3, 7, 1], [6, 2, 0, 4]]
 
 

@@ -1,4 +1,4 @@
-"""A chain of logits processors in the loop: each text is the one of plain Python.
+"""A chain of logits processors in the loop, compared with plain Python.
 
 The model is that of `test_generation`, in the shapes of `test_processors`.
 """
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.plain_processors import (
+from support.decoding.plain_processors import (
     PlainProcessor,
-    banned_texts,
+    banned_sequences,
     early_ends,
     find_forced,
     repeated_ngrams,
@@ -22,11 +22,11 @@ from test_generation import (
     assert_as_before,
     attention_model,
     attention_params,
+    completions,
     fresh_cache,
     padded,
     per_row,
     reasons,
-    texts,
 )
 from test_processors import (
     LOOKUP,
@@ -42,7 +42,7 @@ from test_processors import (
 
 import jkv
 from jkv.logits_processors import (
-    BannedTexts,
+    BannedSequences,
     MinimumLength,
     NoRepeatedNgrams,
     ThinkingBudget,
@@ -52,7 +52,7 @@ from jkv.logits_processors import (
 
 pytestmark = pytest.mark.one_end
 LEAST, BUDGETS, OPENING, CLOSING = [0, 6, 12], [0, 2, 5], [4], [7, 5, 7, 6]
-# Of the last variant a tag that is forced is banned.
+# The last variant bans a tag that is forced.
 BANNED = [[[9], [3, 3]], [[8, 6, 3]], [[10], [5, 7, 6]]]
 LAST = 12
 BIAS = {2: 3.0, 4: 3.0, 11: -4.0}
@@ -61,7 +61,7 @@ BIAS = {2: 3.0, 4: 3.0, 11: -4.0}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class EndsWith(jkv.LogitsProcessor):
-    """A text ends with a token, which the loop does not know."""
+    """Ends a sequence after a token that the loop has no stop condition for."""
 
     token: jax.Array  # i32[]
 
@@ -88,7 +88,7 @@ def make_chain():
     return chain(
         TokenBias(np.int32([*BIAS]), np.float32([*BIAS.values()])),
         NoRepeatedNgrams(4, NEW_TOKENS),
-        BannedTexts(banned),
+        BannedSequences(banned),
         MinimumLength(np.int32([2]), np.int32(LEAST)),
         EndsWith(np.int32(LAST)),
         ThinkingBudget(np.int32(OPENING), np.int32(CLOSING), np.int32(BUDGETS)),
@@ -96,19 +96,19 @@ def make_chain():
 
 
 def make_rules(variant):
-    """The same in plain Python, of one variant."""
+    """Return the rules of one variant in plain Python."""
     if variant < 0:
         return []
     return [
         repeated_ngrams(4),
-        banned_texts(BANNED[variant]),
+        banned_sequences(BANNED[variant]),
         early_ends([2], LEAST[variant]),
         spent_budgets(OPENING, CLOSING, BUDGETS[variant]),
     ]
 
 
 def run_alone(prompts, limits, sampling, variants):
-    """Each text by itself, processed by the rules of its variant."""
+    """Complete each prompt alone, with the rules of its variant."""
     variants = np.repeat(variants, SAMPLES)
     bias = np.zeros(VOCABULARY, np.float32)
     bias[[*BIAS]] = [*BIAS.values()]
@@ -126,7 +126,7 @@ def run_alone(prompts, limits, sampling, variants):
 
 
 def test_chained_processors_equal_plain_python():
-    """Queue, samples, preemptions, look-up, tags that are forced or banned."""
+    """Batching, samples, preemption, prompt lookup, forced and banned tags."""
     rng = np.random.default_rng(10)
     links, seen, preemptions, accepted, tags = make_chain(), set(), 0, 0, 0
     num_last = num_clashes = 0
@@ -154,7 +154,7 @@ def test_chained_processors_equal_plain_python():
             variants=np.int32(variants),
         )
         assert_as_before(after, cache)
-        assert texts(result) == alone.new
+        assert completions(result) == alone.new
         assert reasons(result) == [reason.name for reason in alone.reasons]
         for found, new in zip(result.logprobs, alone.logprobs, strict=True):
             np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
@@ -162,19 +162,23 @@ def test_chained_processors_equal_plain_python():
         preemptions += int(result.statistics.preemptions)
         accepted += int(result.statistics.accepted_tokens)
         num_last += sum(
-            text[-1:] == [LAST] and reason == "STOP"
-            for text, reason in zip(texts(result), reasons(result), strict=True)
+            completion[-1:] == [LAST] and reason == "STOP"
+            for completion, reason in zip(
+                completions(result), reasons(result), strict=True
+            )
         )
-        for row, text in enumerate(texts(result)):
+        for row, completion in enumerate(completions(result)):
             variant, prompt = int(variants[row // SAMPLES]), prompts[row // SAMPLES]
             if reasons(result)[row] == "NOTHING_ALLOWED" and variant >= 0:
                 tag = OPENING, CLOSING, BUDGETS[variant]
-                forced = find_forced(prompt + text, *tag)
-                banned = banned_texts(BANNED[variant])
-                num_clashes += forced in banned(prompt, text, range(VOCABULARY))
-        written = [" ".join(map(str, text)) for text in texts(result)]
-        tags += sum(text.count(" ".join(map(str, CLOSING))) for text in written)
+                forced = find_forced(prompt + completion, *tag)
+                banned = banned_sequences(BANNED[variant])
+                num_clashes += forced in banned(prompt, completion, range(VOCABULARY))
+        written = [" ".join(map(str, completion)) for completion in completions(result)]
+        tags += sum(
+            completion.count(" ".join(map(str, CLOSING))) for completion in written
+        )
     assert {"STOP", "LENGTH", "NOTHING_ALLOWED"} <= seen
     assert preemptions > 2 and accepted > 10 and tags > 5 and num_last > 2
-    # A token that one link forces and another forbids is a rejected draft token.
+    # A token that one processor forces and another masks is a rejected draft token.
     assert num_clashes > 2

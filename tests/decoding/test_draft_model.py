@@ -1,7 +1,6 @@
-"""A draft model: greedy texts are the model's own, sampled ones have its distribution.
+"""Draft models: greedy tokens and sampling distributions equal the target's.
 
-The distributions come from two independent tables, with texts that can be reckoned by
-hand.
+The distributions come from two independent tables, small enough to compute by hand.
 """
 
 import jax
@@ -11,12 +10,14 @@ import pytest
 from test_beam_search import checked_model, found_wrong
 from test_generation import (
     assert_as_before,
+    attention_model,
     attention_params,
+    completions,
     dense_logits,
     fresh_cache,
+    fresh_config,
     padded,
     reasons,
-    texts,
 )
 
 import jkv
@@ -30,7 +31,7 @@ generate = jax.jit(jkv.generate, static_argnames=STATIC)
 
 
 def similar_params():
-    """Weights that often agree with the model's, and often do not."""
+    """Return weights whose predictions partly agree with the model's."""
     rng = np.random.default_rng(4)
 
     def disturb(weights):
@@ -41,25 +42,32 @@ def similar_params():
     return jax.tree.map(disturb, attention_params())
 
 
-def greedy_text(prompt, limit):
-    text = []
-    while len(text) < limit and (not text or text[-1] != 2):
-        text.append(int(np.argmax(dense_logits(prompt + text))))
-    return text
+def greedy_tokens(prompt, limit):
+    tokens = []
+    while len(tokens) < limit and (not tokens or tokens[-1] != 2):
+        tokens.append(int(np.argmax(dense_logits(prompt + tokens))))
+    return tokens
 
 
-@pytest.mark.further  # the engine has them: test_engine_speculation.py
-def test_greedy_texts_are_the_models_own_in_every_pool():
+DRAFT = DraftModel(
+    model=attention_model,
+    params=similar_params(),
+    config=fresh_config(),
+    num_tokens=3,
+    cost=1.0,
+)
+
+
+@pytest.mark.further  # the engine's are in test_engine_speculation.py
+def test_greedy_tokens_equal_the_target_in_every_pool():
     rng = np.random.default_rng(4)
     totals = np.zeros(3, int)
-    # Of the draft's cache: room for all, for some, rows for some, and short contexts.
-    room = [(64, 8), (7, 8), (64, 1), (11, 2), (4, 8)]
-    for blocks, rows in room:
+    for blocks in [64, 7, 64, 11, 7]:
         prompts = [
             rng.integers(3, 19, n).tolist() for n in rng.integers(1, 10, PROMPTS)
         ]
         limits = rng.integers(1, NEW_TOKENS + 1, PROMPTS)
-        before = fresh_cache(int(rng.choice([7, 64])), 8)
+        before = fresh_cache(blocks, 8, DRAFT, prefix_caching=blocks == 11)
         found_wrong.clear()
         cache, result = generate(
             checked_model,
@@ -71,19 +79,13 @@ def test_greedy_texts_are_the_models_own_in_every_pool():
             stop_tokens=np.int32([2]),
             max_running=2,
             row_counts=(32,),
-            speculate=DraftModel(
-                model=checked_model,
-                params=similar_params(),
-                cache=fresh_cache(blocks, rows),
-                num_tokens=3,
-                cost=1.0,
-            ),
+            speculate=DRAFT,
         )
         jax.effects_barrier()
         assert not found_wrong, found_wrong[0]
         assert_as_before(cache, before)
-        wanted = [greedy_text(*one) for one in zip(prompts, limits, strict=True)]
-        assert texts(result) == wanted, reasons(result)
+        wanted = [greedy_tokens(*one) for one in zip(prompts, limits, strict=True)]
+        assert completions(result) == wanted, reasons(result)
         counts = result.statistics
         totals += [counts.draft_tokens, counts.accepted_tokens, counts.preemptions]
     drafted, accepted, preemptions = totals
@@ -97,14 +99,15 @@ WANTED, DRAFTED = np.float32(
 )
 
 
-def table_model(params, tokens, cache, batch, *, all_rows=False):
+def table_model(params, tokens, cache, batch, *, all_rows=False, aux_layers=()):
     logits = jnp.asarray(params)[tokens]
     last = jnp.minimum(batch.last_rows, tokens.shape[0] - 1)
-    return (logits if all_rows else logits[last]), cache
+    found = (logits if all_rows else logits[last]), cache
+    return (*found, logits) if aux_layers else found
 
 
 def chances(logits, temperature, top_k):
-    """The distribution after each token, [V, V], after temperature and top-k."""
+    """Return the distribution after each token, [V, V], with temperature and top-k."""
     scaled = logits.astype(np.float64) / temperature
     if top_k:
         scaled[scaled < np.sort(scaled)[:, [-top_k]]] = -np.inf
@@ -113,8 +116,8 @@ def chances(logits, temperature, top_k):
 
 
 @jax.jit
-def sample_texts(cache, temperature, top_k):
-    """4096 texts of four tokens after token 0, with drafts."""
+def sample_completions(cache, draft, temperature, top_k):
+    """Sample 4096 completions of four tokens after token 0, with draft tokens."""
     return jkv.generate(
         table_model,
         WANTED,
@@ -125,26 +128,66 @@ def sample_texts(cache, temperature, top_k):
         num_samples=SAMPLES,
         max_running=32,
         row_counts=(33,),
-        speculate=DraftModel(
-            model=table_model, params=DRAFTED, cache=cache, num_tokens=3, cost=1.0
-        ),
+        speculate=draft,
     )[1]
 
 
-@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 3)])
-def test_sampled_texts_have_the_models_distribution(temperature, top_k):
-    cache = jkv.init(
-        jkv.CacheConfig(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=2,
-            num_blocks=128,
-            block_size=4,
-            max_sequences=33,
-            max_context_length=8,
-        )
-    )
-    result = sample_texts(cache, np.float32(temperature), np.int32(top_k))
+TABLE_CONFIG = jkv.CacheConfig(
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=2,
+    num_blocks=128,
+    block_size=4,
+    max_sequences=33,
+    max_context_length=8,
+)
+SIZES = dict(config=TABLE_CONFIG, num_tokens=3, cost=1.0)
+
+
+def draft_table(params, tokens, hidden, cache, _batch):
+    """A head whose first draft token of a step also depends on the target's logits."""
+    logits = params[tokens] + 0.1 * hidden
+    return logits, jnp.zeros_like(hidden), cache
+
+
+def draft_block(params, _tokens, cache, batch):
+    """Return logits by position only, as block drafts see mask tokens."""
+    return params[batch.positions % VOCABULARY], cache
+
+
+DRAFTERS = {
+    "DraftModel": DraftModel(model=table_model, params=DRAFTED, **SIZES),
+    "Eagle3": jkv.drafters.Eagle3(
+        head=draft_table,
+        project=lambda _, hidden: hidden,
+        params=DRAFTED,
+        aux_layers=(1,),
+        **SIZES,
+    ),
+    "Block": jkv.drafters.Block(
+        reader=draft_block,
+        write=lambda _params, _hidden, cache, _batch: cache,
+        params=DRAFTED,
+        aux_layers=(1,),
+        mask_token=0,
+        **SIZES,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, temperature, top_k",
+    [
+        ("DraftModel", 1.0, 0),
+        ("DraftModel", 0.7, 3),
+        ("Eagle3", 1.0, 0),
+        ("Block", 1.0, 0),
+    ],
+)
+def test_sampled_tokens_have_the_targets_distribution(name, temperature, top_k):
+    draft = DRAFTERS[name]
+    cache = jkv.init(jkv.with_drafter(TABLE_CONFIG, draft))
+    result = sample_completions(cache, draft, np.float32(temperature), np.int32(top_k))
     rate = result.statistics.accepted_tokens / result.statistics.draft_tokens
     assert 0.1 < rate < 0.8  # far apart, and yet some are accepted
     tokens = np.asarray(result.tokens)
@@ -153,20 +196,22 @@ def test_sampled_texts_have_the_models_distribution(temperature, top_k):
     wanted, drafted = (
         chances(logits, temperature, top_k) for logits in (WANTED, DRAFTED)
     )
-    first = wanted[0]  # the prompt's token is 0, and nothing is drafted for it
+    first = wanted[0]  # nothing is drafted for the first token
     assert chi_squared(tokens[:, 1], first @ wanted) < LIMITS[VOCABULARY - 1]
-    assert chi_squared(tokens[:, 1], first @ drafted) > 10 * LIMITS[VOCABULARY - 1]
-    # The third and the fourth together: 25 pairs.
+    # The first draft distribution: after any token, or at position 2 of a block.
+    own = drafted[2] if name == "Block" else first @ drafted
+    assert chi_squared(tokens[:, 1], own) > 10 * LIMITS[VOCABULARY - 1]
+    # Pairs of the third and the fourth token.
     pairs = tokens[:, 2] * VOCABULARY + tokens[:, 3]
     third = first @ wanted @ wanted
     expected = (third[:, None] * wanted).reshape(-1)
     assert chi_squared(pairs, expected) < LIMITS[(expected > 0).sum() - 1]
-    # Each token's and its neighbour's distribution, ignoring the tokens before.
+    # Independent distributions of neighbouring tokens, which must not fit.
     alone = (third[:, None] * (third @ wanted)[None]).reshape(-1)
     assert chi_squared(pairs, alone) > 10 * LIMITS[24]
 
 
-# Values that chi-squared exceeds once in a thousand times, by degrees of freedom.
+# Chi-squared values of probability 0.001, by degrees of freedom.
 LIMITS = {4: 18.47, 14: 36.12, 24: 51.18}
 
 
@@ -178,9 +223,9 @@ def chi_squared(found, expected):
     return float(((counts[is_possible] - wanted) ** 2 / wanted).sum())
 
 
-def test_the_vocabularies_must_be_the_same():
+def test_different_vocabularies_are_refused():
     draft = DraftModel(
-        model=table_model, params=jnp.zeros((6, 6)), cache=fresh_cache(), cost=1.0
+        model=table_model, params=jnp.zeros((6, 6)), config=fresh_config(), cost=1.0
     )
     with pytest.raises(ValueError, match="vocabulary of 5 tokens, got logits"):
         jax.eval_shape(
@@ -188,5 +233,5 @@ def test_the_vocabularies_must_be_the_same():
                 table_model, params, cache, [[1]], max_new_tokens=2, speculate=draft
             ),
             WANTED,
-            fresh_cache(),
+            fresh_cache(drafter=draft),
         )

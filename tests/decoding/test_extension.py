@@ -1,11 +1,11 @@
-"""Open sequences go on: random conversations against texts in plain Python."""
+"""Tests of extend: random conversations, compared with plain Python."""
 
 import functools
 
 import jax
 import numpy as np
 import pytest
-from support.small_attention_model import (
+from support.models.small_attention_model import (
     DIM,
     KV_HEADS,
     LAYERS,
@@ -46,39 +46,39 @@ def fresh_cache():
 
 
 def padded(rows):
-    """Rows of tokens as i32[COUNT, WIDTH]."""
+    """Return rows of tokens as i32[COUNT, WIDTH]."""
     return np.array([row + [-1] * (WIDTH - len(row)) for row in rows], np.int32)
 
 
-def continued(text, limit):
-    """The tokens that a dense model gives a text, and why it ends."""
+def continued(sequence, limit):
+    """Return the dense model's completion of a sequence, and its finish reason."""
     params, added = jax.device_get(attention_params()), []
     while True:
-        logits = dense_rows(params, np.array(text + added))[-1]
+        logits = dense_rows(params, np.array(sequence + added))[-1]
         added.append(int(np.argmax(logits)))
         if added[-1] == STOP:
             return added, FinishReason.STOP
         if len(added) == limit:
             return added, FinishReason.LENGTH
-        if len(text) + len(added) > CONTEXT:
+        if len(sequence) + len(added) > CONTEXT:
             return added, FinishReason.CONTEXT_FULL
 
 
 def test_random_conversations():
     """Messages, undone turns and branches in a pool that is often full.
 
-    After any operations the cache holds the tokens of each text, and each answer is
-    that of a dense model which reads the whole text.
+    After each operation the cache holds every sequence's tokens, and each completion
+    equals that of a dense model of the whole sequence.
     """
     rng = np.random.default_rng(5)
     cache = fresh_cache()
     cache, opened = jkv.allocate(cache, [0, 0])
-    texts = {int(seq_id): [] for seq_id in opened.seq_ids}
+    sequences = {int(seq_id): [] for seq_id in opened.seq_ids}
     found = set()
     for _ in range(40):
-        cache = _play_between(rng, cache, texts)
+        cache = _play_between(rng, cache, sequences)
         ids = rng.permutation(COUNT).astype(np.int32)
-        ids[3] = rng.choice([ids[0], -1])  # a second mention, or padding
+        ids[3] = rng.choice([ids[0], -1])  # a duplicate, or padding
         rows = [
             rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(0, 7, COUNT)
         ]
@@ -91,15 +91,15 @@ def test_random_conversations():
             tokens = answer.tokens[i, : answer.lengths[i]].tolist()
             reason = FinishReason(answer.reasons[i])
             found.add(reason)
-            if i == 3 or seq_id not in texts:
+            if i == 3 or seq_id not in sequences:
                 assert (tokens, reason) == ([], FinishReason.CANCELLED)
                 continue
-            _judge(texts, seq_id, rows[i], int(limits[i]), tokens, reason)
+            _judge(sequences, seq_id, rows[i], int(limits[i]), tokens, reason)
         jkv.check(cache)
-        for seq_id, text in texts.items():
+        for seq_id, sequence in sequences.items():
             held = np.asarray(jkv.tokens(cache, seq_id))
-            assert held[: len(text)].tolist() == text
-            assert jkv.context_lengths(cache)[seq_id] == len(text)
+            assert held[: len(sequence)].tolist() == sequence
+            assert jkv.context_lengths(cache)[seq_id] == len(sequence)
     assert found == {
         FinishReason.STOP,
         FinishReason.LENGTH,
@@ -110,51 +110,51 @@ def test_random_conversations():
     }
 
 
-def _judge(texts, seq_id, given, limit, tokens, reason):
-    """Compare an answer with a dense model's, and note the cache's new contents."""
-    text = texts[seq_id]
+def _judge(sequences, seq_id, given, limit, tokens, reason):
+    """Compare a completion with the dense model's, and update the expected contents."""
+    sequence = sequences[seq_id]
     if not tokens:
         expected = {FinishReason.OUT_OF_BLOCKS}
         if not given:
             expected = {FinishReason.EMPTY_PROMPT}
         elif not limit:
             expected = {FinishReason.LENGTH}
-        elif len(text) + len(given) > CONTEXT:
+        elif len(sequence) + len(given) > CONTEXT:
             expected = {FinishReason.CONTEXT_FULL}
         assert reason in expected
         return
-    answer, ending = continued(text + given, limit)
+    answer, ending = continued(sequence + given, limit)
     if reason == FinishReason.OUT_OF_BLOCKS:
         assert tokens == answer[: len(tokens)]
     else:
         assert (tokens, reason) == (answer, ending)
-    texts[seq_id] = text + given + tokens[:-1]
+    sequences[seq_id] = sequence + given + tokens[:-1]
 
 
-def _play_between(rng, cache, texts):
-    """Undo a part of a text, open a branch, or close one."""
-    seq_id = int(rng.choice(sorted(texts)))
+def _play_between(rng, cache, sequences):
+    """Truncate a sequence, fork it, or free it."""
+    seq_id = int(rng.choice(sorted(sequences)))
     kind = rng.integers(3)
     if kind == 0:
-        length = int(rng.integers(len(texts[seq_id]) + 1))
+        length = int(rng.integers(len(sequences[seq_id]) + 1))
         cache, status = jkv.truncate(cache, [seq_id], [length])
-        if status[0] == jkv.Status.OK:  # a tail that is shared takes a block
-            texts[seq_id] = texts[seq_id][:length]
+        if status[0] == jkv.Status.OK:  # a shared tail needs a block
+            sequences[seq_id] = sequences[seq_id][:length]
     elif kind == 1:
         cache, branch = jkv.fork(cache, [seq_id])
         if branch.status[0] == jkv.Status.OK:
-            texts[int(branch.seq_ids[0])] = list(texts[seq_id])
-    elif len(texts) > 1:
+            sequences[int(branch.seq_ids[0])] = list(sequences[seq_id])
+    elif len(sequences) > 1:
         cache, _ = jkv.free(cache, [seq_id])
-        del texts[seq_id]
+        del sequences[seq_id]
     return cache
 
 
-def test_an_answer_in_pieces_is_the_answer():
-    """The last token alone, and the text goes on; only new tokens are computed."""
+def test_a_completion_in_pieces_equals_the_whole():
+    """Given only the last token, a sequence continues; only new tokens are computed."""
     cache, opened = jkv.allocate(fresh_cache(), [0, 0, -1, -1])
     given = padded([[3, 1, 4, 1, 5], [9], [], []])
-    params, texts = attention_params(), [[], []]
+    params, sequences = attention_params(), [[], []]
     computed = []
     for _ in range(2):
         cache, answer = extend(
@@ -166,29 +166,29 @@ def test_an_answer_in_pieces_is_the_answer():
             limits=np.full(COUNT, MOST, np.int32),
         )
         computed.append(int(answer.statistics.prompt_tokens))
-        for i, text in enumerate(texts):
-            text += answer.tokens[i, : answer.lengths[i]].tolist()
-        given = padded([[text[-1]] for text in texts] + [[], []])
+        for i, sequence in enumerate(sequences):
+            sequence += answer.tokens[i, : answer.lengths[i]].tolist()
+        given = padded([[sequence[-1]] for sequence in sequences] + [[], []])
     assert computed == [6, 2]
-    for given, text in zip(([3, 1, 4, 1, 5], [9]), texts, strict=True):
-        assert text == continued(given, 2 * MOST)[0]
+    for given, sequence in zip(([3, 1, 4, 1, 5], [9]), sequences, strict=True):
+        assert sequence == continued(given, 2 * MOST)[0]
 
 
-def test_one_text_for_each_sequence():
-    with pytest.raises(ValueError, match="a row for each of 2 sequences, got 1"):
+def test_one_row_of_tokens_for_each_sequence():
+    with pytest.raises(ValueError, match="B = 2, a row for each sequence, got"):
         jkv.extend(
             attention_model, None, fresh_cache(), [0, 1], [[3]], max_new_tokens=2
         )
 
 
 def count_in_circles(_params, tokens, cache, batch, *, all_rows=False):
-    """A model of texts that repeat themselves: after a token its next of seven."""
+    """A model that repeats a cycle of seven tokens."""
     logits = jax.nn.one_hot((tokens - 9) % 7 + 10, VOCABULARY) * 9.0
     return (logits if all_rows else logits[batch.last_rows]), cache
 
 
 def test_speculation_preserves_tokens_of_open_sequences():
-    """Turn by turn, until blocks run out; texts stay open with all tokens but one."""
+    """Until blocks run out; sequences stay open without their last token."""
     found = []
     for speculate in (None, jkv.PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)):
         cache, opened = jkv.allocate(fresh_cache(), [0, 0, -1, -1])
@@ -223,17 +223,3 @@ def test_speculation_preserves_tokens_of_open_sequences():
     assert second.tokens[0, 0] == 16
     assert int(second.statistics.prompt_tokens) == 2
     assert FinishReason.OUT_OF_BLOCKS in second.reasons.tolist()
-
-
-def test_a_draft_model_is_refused():
-    draft = jkv.DraftModel(model=attention_model, params=None, cache=fresh_cache())
-    with pytest.raises(jkv.UsageError, match="speculate must be a PromptLookup"):
-        jkv.extend(
-            attention_model,
-            None,
-            fresh_cache(),
-            [0],
-            [[3]],
-            max_new_tokens=2,
-            speculate=draft,
-        )

@@ -1,10 +1,10 @@
-"""`jkv.jitted`: the loops as they are, traced once, the cache donated."""
+"""Tests of `jkv.jitted`: loops traced once, with a donated cache."""
 
 import inspect
 
 import numpy as np
 import pytest
-from support.small_attention_model import attention_model, attention_params
+from support.models.small_attention_model import attention_model, attention_params
 from support.small_caches import copied, small_config
 from test_generation import fresh_cache
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.one_end
 PROMPTS = [[3, 4, 5], [6]]
 ROWS = (8,)
 
-# Arguments of a loop beside static ones: arrays, or trees of them.
+# Traced arguments of a loop: arrays, or pytrees of arrays.
 TRACED = {
     *("params", "cache", "state", "prompts", "tokens", "continuations", "seq_ids"),
     *("limits", "stop_tokens", "stop_sequences", "salts", "variants", "num_steps"),
@@ -49,7 +49,7 @@ def test_lists_and_arrays_are_one_program_and_the_cache_is_donated() -> None:
             cache,
             prompts,
             max_new_tokens=4,
-            row_counts=[*ROWS],  # a list, which no static argument may be
+            row_counts=[*ROWS],  # a list, which is not hashable
             sampling=jkv.Sampling(temperature=[0.0, 0.0]),
             **options,
         )
@@ -77,7 +77,7 @@ def test_lists_and_arrays_are_one_program_and_the_cache_is_donated() -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
-def test_decode_takes_over_cache_and_state() -> None:
+def test_decode_donates_cache_and_state() -> None:
     options = dict(max_new_tokens=4, row_counts=ROWS)
     params, cache = attention_params(), copied(fresh_cache())
     state = jitted.begin(attention_model, params, cache, PROMPTS, **options)
@@ -105,13 +105,13 @@ def test_jitted_loops_refuse_invalid_arguments_like_the_loops() -> None:
         generate(max_tokens=3)
 
 
-WRAPS = 2**32  # added to a number, it is that number again in 32 bits
+WRAPS = 2**32  # equal to 0 modulo 2**32
 
 
 @pytest.mark.parametrize("make", [list, np.array], ids=["list", "numpy"])
 @pytest.mark.parametrize("room", [jkv, jitted], ids=["plain", "jitted"])
 class TestNumbersOf64Bits:
-    """They are refused or keep their value; none is cut to its last 32 bits."""
+    """64-bit numbers are refused or clamped, never truncated to 32 bits."""
 
     def test_as_tokens(self, room, make) -> None:
         model, params = attention_model, attention_params()
@@ -145,8 +145,8 @@ class TestNumbersOf64Bits:
                 )
 
 
-def test_numbers_too_large_stay_too_large() -> None:
-    """As they do in the functions: of a limit, and of a sequence that is not there."""
+def test_large_numbers_are_clamped() -> None:
+    """Limits and sequence ids behave as in the functions without jit."""
     most = np.iinfo(np.int32).max
     for name in ("limits", "seq_ids", "variants", "num_steps"):
         for given in ([WRAPS + 1, -WRAPS], np.array([WRAPS + 1, -WRAPS])):

@@ -1,4 +1,4 @@
-"""Scoring rules beside kvpress 0.5.5, and the selection of tokens."""
+"""Prompt compression: scores compared with kvpress 0.5.5, and token selection."""
 
 import pathlib
 
@@ -12,13 +12,13 @@ from jkv import press
 from jkv.status import UsageError
 
 pytestmark = pytest.mark.one_end
-# Of `tests/support/kvpress_selections.py`, from a tiny random Llama.
+# Written by `tests/support/caches/kvpress_selections.py`, from a tiny random Llama.
 FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "kvpress.npz"
 NUM_KEPT = 36
 
 
 def rotate(rows, positions):
-    """Rotary embedding of a Llama with theta 10,000, of rows [P, D]."""
+    """Apply a Llama's RoPE with theta 10,000 to rows [P, D]."""
     half = rows.shape[-1] // 2
     exponents = jnp.arange(half, dtype=jnp.float32) / half
     angles = positions[:, None].astype(jnp.float32) * (10_000.0**-exponents)[None]
@@ -42,7 +42,7 @@ def found():
 
 
 def select(found, name, more=0):
-    """Tokens kept in each layer and head, with `more` rows past the length."""
+    """Return the tokens kept in each layer and head, with `more` rows of padding."""
     layers = found["keys"].shape[0]
     keys, values = (
         jnp.pad(found[each], ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=9.0)
@@ -55,7 +55,7 @@ def select(found, name, more=0):
         ),
     }.get(name)
     lengths = jnp.full((layers,), found["keys"].shape[1], jnp.int32)
-    # Layers as sequences: a rule sees one layer of several sequences at a time.
+    # Layers stand for sequences: a rule scores one layer of several sequences.
     scores = RULES[name].scores(keys, values, queries, lengths)
     return np.asarray(jkv.top_tokens(scores, NUM_KEPT, lengths, NUM_KEPT + 2))
 
@@ -65,12 +65,12 @@ def select(found, name, more=0):
 def test_rules_keep_the_tokens_of_kvpress(found, name, more):
     kept = select(found, name, more)
     np.testing.assert_array_equal(kept[..., :NUM_KEPT], found[f"kept_{name}"])
-    # Entries past the kept ones are past all slots.
+    # Entries after the kept ones are out of range.
     assert np.all(kept[..., NUM_KEPT:] == found["keys"].shape[1] + more)
 
 
 def test_rules_differ(found):
-    """The comparison can fail: no two rules keep the same tokens."""
+    """No two rules keep the same tokens, so the comparison can fail."""
     kept = [found[f"kept_{name}"].tobytes() for name in RULES]
     assert len(set(kept)) == len(kept)
 
@@ -85,7 +85,7 @@ def test_top_tokens_keep_the_highest_scores_in_order():
 
 
 def test_scores_feed_prune():
-    """A rule of one's own is a method, and padding past the kept slots is ignored."""
+    """A custom rule is a method; padding after the kept slots is ignored."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=2,
@@ -115,8 +115,31 @@ def test_scores_feed_prune():
     np.testing.assert_array_equal(jkv.read(cache, 0, 0)[0][:3], rows[::2])
 
 
+def test_moments_of_observed_queries_equal_those_of_unrotated_ones():
+    """Sinks, and queries before the start of a short sequence, are excluded."""
+    width, sinks, lengths = 12, 2, np.int32([12, 7])
+    plain = np.random.default_rng(3).standard_normal((2, width, 4, 8), np.float32)
+    positions = lengths[:, None] - width + np.arange(width)
+    plain[positions < 0] = 0
+    each = np.broadcast_to(positions[..., None], plain.shape[:3]).astype(np.int32)
+    rotated = rotate(jnp.asarray(plain.reshape(-1, 8)), jnp.asarray(each.reshape(-1)))
+    queries = rotated.reshape(plain.shape)
+    found = press.QueryMoments.of(queries, jnp.asarray(lengths), sinks, rotate)
+    for i, length in enumerate(lengths):
+        rows = plain[i, width - length + sinks :].swapaxes(0, 1)  # [H, n, D]
+        np.testing.assert_allclose(found.mean[i], rows.mean(1), atol=1e-6)
+        covariance = [np.cov(each.T, bias=True) for each in rows]
+        np.testing.assert_allclose(found.covariance[i], covariance, atol=1e-5)
+    keys = jnp.ones((2, width, 2, 8))
+    rule = RULES["expected_attention"]
+    given = rule.scores(keys, keys, queries, jnp.asarray(lengths))
+    moments = press.QueryMoments.of(queries, jnp.asarray(lengths), rule.sinks, rotate)
+    expected = rule.scores(keys, keys, moments, jnp.asarray(lengths))
+    np.testing.assert_array_equal(given, expected)
+
+
 @pytest.mark.parametrize(
-    "call, says",
+    "call, message",
     [
         (lambda: press.snap_kv(0), "window"),
         (lambda: press.snap_kv(4, 4), "kernel must be odd"),
@@ -130,8 +153,8 @@ def test_scores_feed_prune():
         (lambda: jkv.top_tokens(jnp.zeros((1, 3)), 1, 1, 0), "max_kept"),
     ],
 )
-def test_missing_inputs_are_refused_by_name(call, says):
-    with pytest.raises(UsageError, match=says):
+def test_missing_inputs_are_refused_by_name(call, message):
+    with pytest.raises(UsageError, match=message):
         call()
 
 

@@ -1,6 +1,6 @@
-"""Processed sequences: each is the one that plain Python makes of it alone.
+"""Logits processors in all loops, compared with plain Python.
 
-Random automata allow tokens, force them and end texts. The model is that of
+Random automata mask tokens, force them and end sequences. The model is that of
 `test_generation`, in its shapes.
 """
 
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import plain_beam_search
-from support.automata import DEAD, Automata, PlainAutomaton, make_automata
 from support.compiled_hlo import host_operations
-from support.plain_queue import Call, PlainTexts
-from support.small_caches import small_cache
+from support.decoding import plain_beam_search
+from support.decoding.plain_queue import Call, PlainCompletions
+from support.grammar.automata import DEAD, Automata, PlainAutomaton, make_automata
+from support.small_caches import small_config
 from test_beam_search import NEW_TOKENS as MOST
 from test_beam_search import (
     NUM_BEAMS,
@@ -25,25 +25,25 @@ from test_beam_search import (
     checked_model,
     found_wrong,
 )
-from test_draft_model import similar_params, table_model
+from test_draft_model import DRAFT, table_model
 from test_generation import (
     CONTEXT,
     VOCABULARY,
     assert_as_before,
     attention_model,
     attention_params,
+    completions,
     dense_logits,
     fresh_cache,
     padded,
     per_row,
     reasons,
-    texts,
 )
 
 import jkv
 from jkv import decoding
 from jkv.decoding import DraftModel, PromptLookup
-from jkv.decoding.processors.rows import mark_refused
+from jkv.decoding.sampling.next_token import mark_refused
 from jkv.grammar import Vocabulary, from_regex
 
 pytestmark = pytest.mark.one_end
@@ -55,12 +55,12 @@ generate = jax.jit(jkv.generate, static_argnames=STATIC)
 
 
 def random_prompts(rng):
-    """Of few tokens, which recur."""
+    """Return prompts with a small vocabulary, so that tokens recur."""
     return [rng.integers(3, 9, n).tolist() for n in rng.integers(1, 10, PROMPTS)]
 
 
 def play_alone(prompts, limits, sampling, plain, biases=0):
-    """Each text by itself, of a model without a cache, processed by plain Python."""
+    """Complete each prompt alone, with a dense model and plain-Python processors."""
     call = Call(
         prompts=prompts,
         limits=limits.tolist(),
@@ -75,14 +75,14 @@ def play_alone(prompts, limits, sampling, plain, biases=0):
         num_blocks=64,
     )
 
-    def find_logits(texts):
-        return np.stack([*map(dense_logits, texts)]) + biases
+    def find_logits(sequences):
+        return np.stack([*map(dense_logits, sequences)]) + biases
 
-    return PlainTexts(call, find_logits, plain)
+    return PlainCompletions(call, find_logits, plain)
 
 
 def run_alone(prompts, limits, sampling, automata, variants):
-    """Each text by itself, processed by its automaton."""
+    """Complete each prompt alone, with its automaton."""
     plain = [
         PlainAutomaton(automata, variants[i // SAMPLES], prompts[i // SAMPLES])
         for i in range(PROMPTS * SAMPLES)
@@ -91,7 +91,7 @@ def run_alone(prompts, limits, sampling, automata, variants):
 
 
 def test_processed_sequences_equal_plain_python():
-    """Queue, samples, preemptions, prefix hits, look-up, forced tokens, both ends."""
+    """Batching, samples, preemption, prefix hits, lookup, forced tokens, both ends."""
     rng = np.random.default_rng(3)
     seen, preemptions, accepted, ended = set(), 0, 0, 0
     for game in range(5):
@@ -102,7 +102,7 @@ def test_processed_sequences_equal_plain_python():
         limits = rng.integers(1, NEW_TOKENS + 1, PROMPTS)
         alone = run_alone(prompts, limits, sampling, automata, variants)
         cache = fresh_cache([64, 9, 12, 8][game % 4], 8, prefix_caching=True)
-        for _ in range(2):  # the second finds the cached blocks of the first
+        for _ in range(2):  # the second call hits the cached blocks of the first
             found_wrong.clear()
             after, result = generate(
                 checked_model,
@@ -123,7 +123,7 @@ def test_processed_sequences_equal_plain_python():
             jax.effects_barrier()
             assert not found_wrong, found_wrong[0]
             assert_as_before(after, cache)
-            assert texts(result) == alone.new
+            assert completions(result) == alone.new
             assert reasons(result) == [reason.name for reason in alone.reasons]
             for found, new in zip(result.logprobs, alone.logprobs, strict=True):
                 np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
@@ -138,13 +138,13 @@ def test_processed_sequences_equal_plain_python():
 
 
 def has_ended(automaton, new):
-    """True if an automaton, not a stop token, ended a text."""
+    """Return True if an automaton, not a stop token, ended the sequence."""
     return new[-1:] != [2] and automaton.has_ended(new)
 
 
 @pytest.mark.further
 def test_greedy_speculation_preserves_processed_sequences():
-    """The draft is processed, too: its tokens may come next."""
+    """The draft's logits are processed, too."""
     rng = np.random.default_rng(5)
     accepted = drafted = 0
     generate = jax.jit(jkv.generate, static_argnames=STATIC)
@@ -153,17 +153,10 @@ def test_greedy_speculation_preserves_processed_sequences():
         automata = make_automata(game, 3, VOCABULARY)
         prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
         limits = rng.integers(1, NEW_TOKENS + 1, PROMPTS)
-        draft = DraftModel(
-            model=checked_model,
-            params=similar_params(),
-            cache=fresh_cache(64, 8),
-            num_tokens=3,
-            cost=1.0,
-        )
         _, result = generate(
             checked_model,
             attention_params(),
-            fresh_cache([64, 9, 12][game], 8),
+            fresh_cache([64, 9, 12][game], 8, DRAFT),
             padded(prompts, PROMPTS),
             max_new_tokens=NEW_TOKENS,
             limits=np.int32(limits),
@@ -171,14 +164,14 @@ def test_greedy_speculation_preserves_processed_sequences():
             sampling=greedy,
             max_running=2,
             row_counts=(32,),
-            speculate=draft,
+            speculate=DRAFT,
             logits_processor=automata,
             variants=np.int32(variants),
         )
-        # `run_alone` makes two samples, which are the same.
+        # `run_alone` makes two samples, which are equal.
         two = per_row(PROMPTS * SAMPLES)
         alone = run_alone(prompts, limits, two, automata, variants)
-        assert texts(result) == alone.new[::SAMPLES]
+        assert completions(result) == alone.new[::SAMPLES]
         assert reasons(result) == [reason.name for reason in alone.reasons[::SAMPLES]]
         accepted += int(result.statistics.accepted_tokens)
         drafted += int(result.statistics.draft_tokens)
@@ -199,7 +192,7 @@ def test_sampled_speculation_preserves_the_processed_distribution():
     automata = Automata(
         follows=follows, ends=no_end, only=np.full((1, 3), -1, np.int32)
     )
-    cache = small_cache(
+    config = small_config(
         num_layers=1,
         num_kv_heads=1,
         head_dim=4,
@@ -209,9 +202,10 @@ def test_sampled_speculation_preserves_the_processed_distribution():
         max_context_length=8,
     )
     draft = DraftModel(
-        model=table_model, params=drafted, cache=cache, num_tokens=2, cost=1.0
+        model=table_model, params=drafted, config=config, num_tokens=2, cost=1.0
     )
-    # The automaton begins in state 0: the only token of the prompt is 0.
+    cache = jkv.init(jkv.with_drafter(config, draft))
+    # The automaton starts in state 0, as the prompt's only token is 0.
     _, result = jax.jit(
         lambda cache, draft, automata: jkv.generate(
             table_model,
@@ -226,10 +220,10 @@ def test_sampled_speculation_preserves_the_processed_distribution():
     )(cache, draft, automata)
     assert int(result.statistics.accepted_tokens) > count / 4
 
-    def spread(token, state, chance, text):
-        """The chance of each text, by its tokens."""
-        if len(text) == length:
-            return {text: chance}
+    def spread(token, state, chance, completion):
+        """Return the probability of each completion."""
+        if len(completion) == length:
+            return {completion: chance}
         allowed = follows[0, state] >= 0
         weights = np.where(allowed, np.exp(wanted[token].astype(float) / 0.8), 0)
         weights /= weights.sum()
@@ -239,21 +233,21 @@ def test_sampled_speculation_preserves_the_processed_distribution():
                 next_token,
                 follows[0, state, next_token],
                 chance * weights[next_token],
-                (*text, next_token),
+                (*completion, next_token),
             )
         return found
 
     chances = spread(0, 0, 1.0, ())
     counted = collections.Counter(map(tuple, np.asarray(result.tokens).tolist()))
     assert counted.keys() <= chances.keys()
-    for text, chance in chances.items():
+    for completion, chance in chances.items():
         error = 4.5 * np.sqrt(chance * (1 - chance) / count)
-        assert abs(counted[text] / count - chance) < error, text
+        assert abs(counted[completion] / count - chance) < error, completion
 
 
-@pytest.mark.further  # the engine does both
-def test_windows_of_steps_and_prompts_that_are_added():
-    """`begin`, `add_prompts` and `decode` process logits as `generate` does."""
+@pytest.mark.further  # the engine covers both
+def test_step_windows_and_added_prompts():
+    """`begin`, `add_prompts` and `decode` process logits like `generate`."""
     rng = np.random.default_rng(7)
     automata = make_automata(1, 3, VOCABULARY)
     cache, state = fresh_cache(12, 8), None
@@ -296,7 +290,7 @@ def test_windows_of_steps_and_prompts_that_are_added():
                 logits_processor=automata,
             )
         alone = run_alone(prompts, limits, sampling, automata, variants)
-        assert texts(state.result) == alone.new
+        assert completions(state.result) == alone.new
         assert reasons(state.result) == [reason.name for reason in alone.reasons]
     with pytest.raises(ValueError, match="begun with logits_processor"):
         decode(attention_model, attention_params(), cache, state)
@@ -338,21 +332,21 @@ def test_extend_continues_from_the_processor_state():
     for _ in range(3):
         cache, result = go_on(cache, opened.seq_ids, tokens, state)
         state = result.processor_state
-        for i, new in enumerate(texts(result)):
+        for i, new in enumerate(completions(result)):
             found[i] += new
             ended[i] |= reasons(result)[i] != "LENGTH"
             tokens[i] = [new[-1] if new and not ended[i] else -1, -1, -1, -1]
     for i, prompt in enumerate(prompts):
-        text = []
-        while len(text) < 3 * most and plain[i].allowed(text).any():
-            logits = dense_logits(prompt + text)
-            text.append(
-                int(np.argmax(np.where(plain[i].allowed(text), logits, -np.inf)))
+        completion = []
+        while len(completion) < 3 * most and plain[i].allowed(completion).any():
+            logits = dense_logits(prompt + completion)
+            completion.append(
+                int(np.argmax(np.where(plain[i].allowed(completion), logits, -np.inf)))
             )
-            if text[-1] == 2 or plain[i].has_ended(text):
+            if completion[-1] == 2 or plain[i].has_ended(completion):
                 break
-        assert found[i] == text
-    # Begun anew, the automata are where the given tokens put them.
+        assert found[i] == completion
+    # A new state would start from the given tokens.
     with pytest.raises(ValueError, match="as `begin` makes it"):
         go_on(cache, opened.seq_ids, tokens, {"at": jnp.zeros(3, jnp.int32)})
 
@@ -362,7 +356,7 @@ def test_processed_beams_equal_plain_python():
     seen = set()
     for game in range(6):
         automata = make_automata(game + 20, 3, VOCABULARY)
-        # One of them allows a first token, and nothing behind it.
+        # One of them allows a first token, and none after it.
         automata.follows[2][automata.follows[2] >= 0] = DEAD
         prompts, variants = random_prompts(rng), rng.integers(-1, 3, PROMPTS)
         found_wrong.clear()
@@ -389,22 +383,22 @@ def test_processed_beams_equal_plain_python():
             seen.add(reason.name)
             wanted = search_alone(plain, prompt)
             if reason == jkv.FinishReason.NOTHING_ALLOWED:
-                # The beams of that moment.
+                # The current beams.
                 is_there = result.scores[i] > -np.inf
                 assert not wanted and is_there.any()
                 np.testing.assert_array_equal(result.lengths[i], is_there)
                 continue
-            assert_found(jax.tree.map(np.asarray, result), i, pad_texts(wanted))
+            assert_found(jax.tree.map(np.asarray, result), i, pad_completions(wanted))
     assert {"STOP", "NOTHING_ALLOWED"} <= seen
 
 
-def pad_texts(found):
-    """As many texts as a search returns; where there is none it has no token."""
+def pad_completions(found):
+    """Pad completions with empty ones to the number that a search returns."""
     return found + [(-np.inf, [])] * (NUM_BEAMS - len(found))
 
 
 def search_alone(plain, prompt):
-    """The beams of one prompt, by plain Python."""
+    """Return the beams of one prompt in plain Python."""
 
     def next_logprobs(tokens):
         logits = dense_logits(tokens).astype(np.float64)
@@ -430,7 +424,7 @@ def test_masked_rows_differ_from_nan_rows():
     logits[0] = -np.inf
     logits[1] = [-np.inf, np.nan, -np.inf, -np.inf, -np.inf]
     logits[2] = [-np.inf, 1, -np.inf, -np.inf, -np.inf]
-    # A draw among no numbers may be a token that is not allowed.
+    # Sampling from NaN logits may choose a masked token.
     tokens, logprobs = np.int32([0, 0, 1, 3]), np.float32([np.nan, np.nan, 0, -1])
     for rows in (slice(0, 4), slice(2, 4)):
         found = mark_refused(logits[rows], tokens[rows], logprobs[rows])
@@ -440,7 +434,7 @@ def test_masked_rows_differ_from_nan_rows():
 
 @jax.tree_util.register_static
 class AsksHost(jkv.LogitsProcessor):
-    """A mask that Python makes."""
+    """A mask computed by a host callback."""
 
     def begin(self, variants, prompts):
         del prompts
@@ -478,13 +472,13 @@ def test_constrained_decoding_stays_on_the_device():
     everything = dict(num_samples=2, max_running=3, speculate=LOOKUP)
     everything |= dict(sampling=jkv.Sampling(temperature=1.0, top_k=3, top_p=0.9))
     assert host_operations(lower(grammar, **everything).as_text()) == []
-    # They would be found.
+    # `host_operations` detects a callback.
     assert host_operations(lower(AsksHost()).as_text())
 
 
 def test_processed_logits_reuse_the_logits_buffer():
-    """They are written where the model's are."""
-    num_tokens, num_texts = 2**12, 8
+    """The output aliases the model's logits."""
+    num_tokens, num_sequences = 2**12, 8
     words = [b"%d" % i for i in range(num_tokens - 1)]
     grammar = from_regex("[0-4]+", Vocabulary([*words, None], [num_tokens - 1]))
 
@@ -498,25 +492,27 @@ def test_processed_logits_reuse_the_logits_buffer():
                 model,
                 None,
                 cache,
-                np.full((num_texts, 2), 3, np.int32),
+                np.full((num_sequences, 2), 3, np.int32),
                 max_new_tokens=4,
-                row_counts=(2 * num_texts,),
+                row_counts=(2 * num_sequences,),
                 logits_processor=logits_processor,
             )
 
         compiled = (
-            jax.jit(run).lower(fresh_cache(16, num_texts), logits_processor).compile()
+            jax.jit(run)
+            .lower(fresh_cache(16, num_sequences), logits_processor)
+            .compile()
         )
         return compiled.memory_analysis().temp_size_in_bytes
 
-    more, logits = measure(grammar) - measure(None), 4 * num_texts * num_tokens
+    more, logits = measure(grammar) - measure(None), 4 * num_sequences * num_tokens
     assert more < logits / 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Wrong(jkv.LogitsProcessor):
-    """Wrong in one way."""
+    """A processor with one invalid result."""
 
     how: str = dataclasses.field(metadata={"static": True})
 
@@ -547,10 +543,10 @@ class Wrong(jkv.LogitsProcessor):
             "begin must be .N, .* N = 2, a row for each sequence, got int32.1",
         ),
         ("no array", "begin must be an array, .* got int"),
-        ("shape", "process must return float32.*, got float32"),
-        ("dtype", "process must return float32.*, got bfloat16"),
+        ("shape", "process must be float32.*, got float32"),
+        ("dtype", "process must be float32.*, got bfloat16"),
         ("state", "`advance` returns must be as `begin` makes it, int32.*got float32"),
-        ("ended", "ended must return bool.*, got int32"),
+        ("ended", "ended must be bool.*, got int32"),
     ],
 )
 def test_wrong_processor_results_are_reported(how, message):
@@ -570,7 +566,7 @@ def test_wrong_processor_results_are_reported(how, message):
 
 @jax.tree_util.register_static
 class NoLogitsProcessor:
-    """It has none of the methods."""
+    """A class without the methods."""
 
 
 def test_invalid_logits_processors_are_refused():
@@ -594,7 +590,7 @@ def test_invalid_logits_processors_are_refused():
             generate(logits_processor=automata, variants=wrong)
     with pytest.raises(ValueError, match="pass logits_processor="):
         generate(variants=1)
-    # Where the numbers are not known a sequence is refused.
+    # If the values are unknown at trace time, the sequence is refused.
     found = jax.jit(
         lambda variants: generate(logits_processor=automata, variants=variants)[1]
     )(jnp.int32([3, -1]))

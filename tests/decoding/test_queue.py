@@ -1,8 +1,8 @@
-"""The queue of `generate`, against a plain-Python generator and scheduler.
+"""Continuous batching, compared with a plain-Python generator and scheduler.
 
 One compiled loop serves nearly all tests: 1,008 sequences of three samples each, five
-of them running at one time. Only values vary: prompts, limits, blocks that others hold,
-stop conditions, the frequency of NaN in logits.
+running at a time. Only values vary: prompts, limits, blocks held by other sequences,
+stop conditions, the frequency of NaN logits.
 """
 
 import dataclasses
@@ -16,8 +16,14 @@ from support.compiled_hlo import (
     in_the_steps_of_a_loop,
     pool_sized_operations,
 )
+from support.decoding.plain_queue import (
+    VOCABULARY,
+    Call,
+    PlainCompletions,
+    PlainQueue,
+    hash_model,
+)
 from support.jax_versions import dealt
-from support.plain_queue import VOCABULARY, Call, PlainQueue, PlainTexts, hash_model
 from support.small_caches import copied, small_cache
 
 import jkv
@@ -27,7 +33,7 @@ from jkv.decoding import FinishReason, Sampling
 PROMPTS, SAMPLES, WIDTH, NEW_TOKENS = 336, 3, 10, 12
 CONTEXT, BLOCK_SIZE, BLOCKS, ROWS = 20, 4, 64, 24
 RUNNING, ROW_COUNTS = 5, (5, 13)  # no other size is 13
-HEAD_DIM = 512  # the model needs 2; it makes the pool larger than anything else
+HEAD_DIM = 512  # the model needs 2; the pool exceeds any other array
 STATIC = (
     "model",
     "max_new_tokens",
@@ -36,7 +42,7 @@ STATIC = (
     "chunk_size",
     "row_counts",
 )
-# Statistics of the pool in a step, which the plain queue also counts.
+# Statistics that the plain queue also counts.
 COUNTED = (
     "num_steps sequence_steps prompt_tokens recomputed_tokens preemptions "
     "peak_blocks queue_steps idle_places"
@@ -49,7 +55,7 @@ add_prompts, cancel = jax.jit(decoding.add_prompts), jax.jit(decoding.cancel)
 
 @functools.cache
 def pool(free_blocks=BLOCKS, free_rows=ROWS, **changes):
-    """A pool full of NaN; others hold the blocks and rows that are not free."""
+    """Create a pool full of NaN, in which other sequences hold the rest."""
     fields = dict(
         num_layers=1,
         num_kv_heads=1,
@@ -70,7 +76,7 @@ def pool(free_blocks=BLOCKS, free_rows=ROWS, **changes):
 
 
 def draw_call(rng, num_prompts, free_blocks=BLOCKS, **changes):
-    """A call at random; the prompts past `num_prompts` are empty."""
+    """Draw a random call; prompts past `num_prompts` are empty."""
     length = rng.integers(1, WIDTH + 1, num_prompts)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in length]
     prompts += [[]] * (PROMPTS - num_prompts)
@@ -112,7 +118,7 @@ def padded(rows, width):
 
 
 def arguments(call, max_running=RUNNING, row_counts=ROW_COUNTS):
-    """Arguments of `generate` and `prefill` after the cache."""
+    """Return the arguments of `generate` and `prefill` after the cache."""
     return dict(
         prompts=padded(call.prompts, WIDTH),
         max_new_tokens=call.max_new_tokens,
@@ -127,7 +133,7 @@ def arguments(call, max_running=RUNNING, row_counts=ROW_COUNTS):
 
 
 def begun(call, cache, **options):
-    """The state of a call before its first step."""
+    """Return the state of a call before its first step."""
     values = arguments(call, **options)
     del values["sampling"]
     return begin(hash_model, np.uint32(0), cache, **values)
@@ -135,7 +141,7 @@ def begun(call, cache, **options):
 
 @functools.cache
 def compiled():
-    """The loop that nearly all tests share, cache and state donated."""
+    """Compile the loop that nearly all tests share, with donated cache and state."""
     call, cache = draw_call(np.random.default_rng(0), 1), pool()
     jitted = jax.jit(
         decoding.decode, static_argnames="model", donate_argnames=("cache", "state")
@@ -148,49 +154,49 @@ def compiled():
 
 
 def decode(call, cache, state, num_steps=2**31 - 1):
-    """Do some steps, or all; cache and state are gone then."""
+    """Run `num_steps` decode steps, donating cache and state."""
     options = dict(sampling=call.sampling, num_steps=np.int32(num_steps))
     return compiled()(np.uint32(call.nan_every), cache, state, **options)
 
 
 def run(call, cache):
-    """Generate with the model of hashes; everything is given back."""
+    """Generate with the hash model, and assert that blocks and rows are released."""
     after, state = decode(call, copied(cache), begun(call, cache))
     assert_released(cache, after)
     return jax.device_get(state.result)
 
 
 def assert_released(before, after):
-    """Every block and row is free again; others still hold theirs."""
+    """Assert that blocks and rows are free again and other sequences unchanged."""
     jkv.check(after)
     assert int(jkv.num_free_blocks(after)) == int(jkv.num_free_blocks(before))
     np.testing.assert_array_equal(after.metadata.is_open, before.metadata.is_open)
 
 
-def assert_texts(result, texts):
-    """Tokens and reasons equal those of each sequence alone, logprobs nearly."""
-    count = len(texts.new)
+def assert_completions(result, alone):
+    """Assert equal tokens and reasons, and close log-probabilities."""
+    count = len(alone.new)
     assert [FinishReason(r).name for r in result.reasons] == [
-        r.name for r in texts.reasons
+        r.name for r in alone.reasons
     ]
-    np.testing.assert_array_equal(result.lengths, [len(new) for new in texts.new])
-    np.testing.assert_array_equal(result.tokens, padded(texts.new, NEW_TOKENS))
+    np.testing.assert_array_equal(result.lengths, [len(new) for new in alone.new])
+    np.testing.assert_array_equal(result.tokens, padded(alone.new, NEW_TOKENS))
     for i in range(count):
         logprobs = result.logprobs[i]
         np.testing.assert_allclose(
-            logprobs[: len(texts.new[i])], texts.logprobs[i], atol=2e-6, rtol=0
+            logprobs[: len(alone.new[i])], alone.logprobs[i], atol=2e-6, rtol=0
         )
-        assert (logprobs[len(texts.new[i]) :] == 0).all()
+        assert (logprobs[len(alone.new[i]) :] == 0).all()
 
 
 def assert_same(result, other):
-    """The same bits, statistics aside."""
+    """Assert bit-identical results; statistics may differ."""
     for name in ("tokens", "lengths", "reasons", "logprobs"):
         np.testing.assert_array_equal(getattr(result, name), getattr(other, name))
 
 
 def assert_played(result, game):
-    """The loop equals the plain queue, step for step."""
+    """Assert that the loop's statistics equal the plain queue's."""
     found = {name: int(getattr(result.statistics, name)) for name in COUNTED}
     expected = dict(game.statistics)
     expected["peak_blocks"] += BLOCKS - game.call.num_blocks
@@ -205,11 +211,11 @@ def test_random_calls_equal_the_plain_queue(seed):
     num_prompts = int(rng.integers(1, 14))
     nan_every = int(rng.choice([0, 0, 17]))
     call = draw_call(rng, num_prompts, free_blocks, nan_every=nan_every)
-    texts = PlainTexts(call)
-    game = PlainQueue(call, texts, RUNNING, ROW_COUNTS, free_rows)
+    alone = PlainCompletions(call)
+    game = PlainQueue(call, alone, RUNNING, ROW_COUNTS, free_rows)
     assert game.most_open <= min(RUNNING + 1, free_rows)
     result = run(call, pool(free_blocks, free_rows))
-    assert_texts(result, texts)
+    assert_completions(result, alone)
     assert_played(result, game)
 
 
@@ -220,24 +226,24 @@ def test_samples_of_a_prompt_share_its_blocks():
     call.stop_tokens[:] = [VOCABULARY] * 2
     call.stop_sequences[:] = [[]] * 4
     call.sampling.temperature[:SAMPLES] = 1.5
-    texts = PlainTexts(call)
+    alone = PlainCompletions(call)
     result = run(call, pool())
-    assert_texts(result, texts)
-    assert len({tuple(new) for new in texts.new[:SAMPLES]}) == SAMPLES
-    # Nine tokens and six more are four blocks, and two of the prompt's are shared.
+    assert_completions(result, alone)
+    assert len({tuple(new) for new in alone.new[:SAMPLES]}) == SAMPLES
+    # 15 tokens need four blocks; two of the prompt's are shared.
     assert result.statistics.peak_blocks == 2 + SAMPLES * 2
     assert result.statistics.prompt_tokens == 9
 
 
 @pytest.mark.further
 @pytest.mark.one_end
-def test_a_thousand_sequences_end_as_each_does_alone():
+def test_a_thousand_sequences_equal_their_solo_runs():
     rng = np.random.default_rng(100)
     call = draw_call(rng, PROMPTS, num_blocks=9, nan_every=301)
-    texts = PlainTexts(call)
-    game = PlainQueue(call, texts, RUNNING, ROW_COUNTS)
+    prompts = PlainCompletions(call)
+    game = PlainQueue(call, prompts, RUNNING, ROW_COUNTS)
     result = run(call, pool(9))
-    assert_texts(result, texts)
+    assert_completions(result, prompts)
     assert_played(result, game)
     assert {FinishReason(r).name for r in result.reasons} == {
         "STOP",
@@ -251,13 +257,13 @@ def test_a_thousand_sequences_end_as_each_does_alone():
     assert game.statistics["prompt_tokens"] < 1.2 * sum(map(len, call.prompts))
     # A pool of any size gives the same bits.
     assert_same(run(call, pool()), result)
-    # So do other numbers of places and rows, without samples, and with a prefix index
-    # that finds the prompts again.
+    # So do other numbers of running places and rows, runs without samples, and prefix
+    # cache hits.
     cache = pool(12, prefix_caching=True)
-    several = [[text] * SAMPLES for text in call.prompts]
+    several = [[prompt] * SAMPLES for prompt in call.prompts]
     apart = replaced(
         call,
-        prompts=[text for texts in several for text in texts],
+        prompts=[prompt for prompts in several for prompt in prompts],
         limits=np.repeat(call.limits, SAMPLES).tolist(),
         num_samples=1,
     )
@@ -280,8 +286,8 @@ def test_the_loop_updates_the_pool_in_place():
     memory = compiled().memory_analysis()
     assert memory.temp_size_in_bytes < cache.storage[0].key_pool.nbytes
     assert memory.alias_size_in_bytes >= 2 * cache.storage[0].key_pool.nbytes
-    # A step of single tokens plans the rows of prompts, and computes nothing for them:
-    # the work of a loop within the step has not moved in front of it.
+    # A decode step plans the rows of prompts but computes nothing for them: XLA has not
+    # hoisted the work of the inner loop.
     planned = in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1]))
     moved = [line for line in planned if line.count("while/body") > 1]
     assert planned and moved == []
@@ -307,11 +313,11 @@ def test_oversized_sequences_end_without_blocking_others():
     call.limits[:] = [NEW_TOKENS] * PROMPTS
     call.stop_tokens[:] = [VOCABULARY] * 2
     call.stop_sequences[:] = [[]] * 4
-    texts = PlainTexts(call)
+    alone = PlainCompletions(call)
     result = run(call, pool(3))
-    assert_texts(result, texts)
-    assert_played(result, PlainQueue(call, texts, RUNNING, ROW_COUNTS))
-    # Twelve slots: a text ends with the token that has none.
+    assert_completions(result, alone)
+    assert_played(result, PlainQueue(call, alone, RUNNING, ROW_COUNTS))
+    # Twelve slots: a sequence ends with the token that finds none.
     ended = (
         np.repeat([len(prompt) for prompt in call.prompts], SAMPLES) + result.lengths
     )
@@ -320,16 +326,16 @@ def test_oversized_sequences_end_without_blocking_others():
 
 
 @pytest.mark.one_end
-def test_windows_cancel_and_add_as_a_host_does():
-    """Sequences equal those of one call, with any others between windows."""
+def test_windows_with_cancellation_and_added_prompts():
+    """Sequences equal one call's, however the host changes the queue."""
     rng = np.random.default_rng(11)
     call = draw_call(rng, 30, num_blocks=12)
-    texts = PlainTexts(call)
+    alone = PlainCompletions(call)
     cache, slots = copied(pool(12)), np.full(8, -1, np.int32)
     state = begun(replaced(call, prompts=[[]] * PROMPTS), cache)
     left, cancelled, num_windows = list(range(30)), set(), 0
     while left or state.is_running.any():
-        # A few more each time, in the order of their slots, which fixes their seeds.
+        # Add a few at a time, in the order of their slots, which fixes their seeds.
         now, left = left[:4], left[4:]
         slots[:] = [*now, *[-1] * (8 - len(now))]
         added = [call.prompts[i] for i in now] + [[]] * (8 - len(now))
@@ -350,17 +356,17 @@ def test_windows_cancel_and_add_as_a_host_does():
     assert len(cancelled) > 20
     for i in range(90):
         tokens = result.tokens[i][: result.lengths[i]].tolist()
-        assert tokens == texts.new[i][: len(tokens)]
+        assert tokens == alone.new[i][: len(tokens)]
         if i in cancelled:
             assert result.reasons[i] == FinishReason.CANCELLED
         else:
-            assert result.reasons[i] == texts.reasons[i]
-            assert tokens == texts.new[i]
+            assert result.reasons[i] == alone.reasons[i]
+            assert tokens == alone.new[i]
     assert_released(pool(12), cache)
 
 
 @pytest.mark.one_end
-def test_stops_of_added_prompts_have_the_first_shape():
+def test_stop_conditions_of_added_prompts_keep_their_shape():
     call, cache = draw_call(np.random.default_rng(0), 1), pool()
     values = arguments(call)
     del values["sampling"]
@@ -390,7 +396,7 @@ def test_stops_of_added_prompts_have_the_first_shape():
         with pytest.raises(ValueError, match=words):
             try_to(own, **wrong)
     with pytest.raises(ValueError, match=words):
-        try_to(values, **both)  # both hold for all
+        try_to(values, **both)  # they apply to all prompts
     with pytest.raises(ValueError, match=f"one row for each of {PROMPTS} prompts"):
         try_to(values | dict(stop_tokens=tokens[:3]))
 
@@ -414,8 +420,8 @@ def test_limits_of_added_prompts_may_be_a_list_in_jit():
 
 
 @pytest.mark.one_end
-def test_row_counts_spread_between_the_least_and_the_largest():
-    """For one or two sequences too: sizes are rounded, and none to 0 rows."""
+def test_row_counts_are_spread_from_the_least_to_the_largest():
+    """Also for one or two sequences: sizes are rounded, and never 0 rows."""
     for running in (1, 2, 3, 7, 64):
         for rows in (1, 2, 12, 64, 128, 140, 512):
             counts = decoding.spread_row_counts(running, rows)

@@ -1,4 +1,4 @@
-"""Sampling: filters against numpy, draws against chi-square."""
+"""Sampling: filters compared with numpy, draws by chi-squared tests."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ from jkv.decoding import Sampling, spread_seeds
 from jkv.decoding.sampling import draws
 from jkv.decoding.sampling.draws import find_best
 
-# Compiled once for each shape, with any parameters.
+# Compiled once per shape, for any parameters.
 filter_logits = jax.jit(decoding.filter_logits)
 sample = jax.jit(decoding.sample)
 
@@ -55,8 +55,8 @@ def random_seen():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("vocabulary", [1, 127, 256, VOCABULARY])
-def test_the_best_token_is_the_first_of_the_largest(vocabulary):
-    # Few values, so that tokens of one tile and of several have the same one.
+def test_argmax_returns_the_first_of_equal_tokens(vocabulary):
+    # Few distinct values, so that ties occur within tiles and between them.
     logits = np.random.default_rng(2).integers(-3, 3, (40, vocabulary))
     logits = np.where(logits == -3, -np.inf, logits).astype(np.float32)
     logits[0] = -np.inf
@@ -79,7 +79,7 @@ def reference(
     min_p=0.0,
     repetition_penalty=1.0,
 ):
-    """The filters' definition: one row after another, by sorting, in float64."""
+    """Compute the filters' definition in float64 by sorting, row by row."""
     rows = []
     for row, row_seen in zip(
         np.asarray(logits, np.float64), np.asarray(seen), strict=True
@@ -101,7 +101,7 @@ def reference(
 
 
 @pytest.mark.parametrize("name", few(FILTERS, "all"))
-def test_filters_equal_plain_numpy(name):
+def test_filters_equal_numpy(name):
     sampling = Sampling(**FILTERS[name])
     filtered = filter_logits(random_logits(), sampling, seen=random_seen())
     expected = reference(random_logits(), random_seen(), **FILTERS[name])
@@ -111,7 +111,7 @@ def test_filters_equal_plain_numpy(name):
 
 @pytest.mark.one_end
 def test_a_small_example_by_hand():
-    # Probabilities 1/2, 1/4, 1/8, 1/16, 1/16, in another order.
+    # Probabilities 1/2, 1/4, 1/8, 1/16, 1/16, permuted.
     logits = np.log(np.array([[2, 16, 2, 4, 8]], np.float32))
 
     def kept(**options):
@@ -120,9 +120,9 @@ def test_a_small_example_by_hand():
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [1, 4]
-    assert kept(top_k=4) == [0, 1, 2, 3, 4]  # two tokens tie for the fourth place
+    assert kept(top_k=4) == [0, 1, 2, 3, 4]  # two tokens tie for fourth place
     assert kept(top_p=0.5) == [1]
-    assert kept(top_p=0.51) == [1, 4]  # the token that crosses it stays
+    assert kept(top_p=0.51) == [1, 4]  # the token that crosses it is kept
     assert kept(top_p=0.8) == [1, 3, 4]
     assert kept(min_p=0.2) == [1, 3, 4]
     assert kept(min_p=0.3) == [1, 4]
@@ -132,7 +132,7 @@ def test_a_small_example_by_hand():
 
 
 def own_logprobs(logits, tokens):
-    """The model's log-probabilities of the tokens, f32[B]."""
+    """Return the model's log-probabilities of the tokens, f32[B]."""
     rows = np.arange(len(logits))
     return log_softmax(logits, axis=-1)[rows, np.asarray(tokens)]
 
@@ -151,7 +151,7 @@ def test_greedy_takes_the_first_penalised_maximum():
     penalised = Sampling(repetition_penalty=2.0)
     tokens, logprobs = sample(logits, penalised, seen=seen)
     assert tokens.tolist() == [3, 3]
-    # The log-probability is the model's own, before the penalty.
+    # The reported log-probability precedes the penalty.
     np.testing.assert_allclose(
         logprobs,
         own_logprobs(logits, tokens),
@@ -160,7 +160,7 @@ def test_greedy_takes_the_first_penalised_maximum():
 
 
 @pytest.mark.one_end
-def test_penalty_moves_both_signs_down():
+def test_the_penalty_lowers_logits_of_both_signs():
     logits = np.array([[2.0, -2.0, 2.0, -2.0]], np.float32)
     seen = np.array([[True, True, False, False]])
     filtered = filter_logits(
@@ -170,19 +170,19 @@ def test_penalty_moves_both_signs_down():
 
 
 def draw_many(logits, num_draws, **options):
-    """Tokens of `num_draws` rows with seeds of their own."""
+    """Draw tokens for `num_draws` rows with seeds of their own; return their counts."""
     rows = np.broadcast_to(logits, (num_draws, logits.shape[-1]))
     tokens, _ = sample(rows, Sampling(seeds=11, **options))
     return np.bincount(tokens, minlength=logits.shape[-1])
 
 
 def chi_square(counts, logits):
-    """The chance of counts this far from softmax(logits), if it were the truth."""
+    """Return the p-value of counts against softmax(logits)."""
     expected = softmax(np.asarray(logits, np.float64)) * counts.sum()
     expected *= counts.sum() / expected.sum()
     is_large = expected >= 5
     assert counts[expected == 0].sum() == 0
-    # The rare tokens together make one class.
+    # Rare tokens are merged into one class.
     observed = np.append(counts[is_large], counts[~is_large].sum())
     expected = np.append(expected[is_large], expected[~is_large].sum())
     if expected[-1] == 0:
@@ -195,7 +195,7 @@ def test_draws_follow_the_distribution(vocabulary):
     logits = random_logits(1, vocabulary)[0] / 2
     counts = draw_many(logits, 20_000, temperature=1.0)
     assert chi_square(counts, logits) > 1e-4
-    # The test has power: a distribution that is a little off is found out.
+    # The test has power: a slightly different distribution is rejected.
     assert chi_square(counts, logits * 1.2) < 1e-6
 
 
@@ -209,7 +209,7 @@ def test_draws_follow_the_filtered_distribution(name):
 
 
 @pytest.mark.one_end
-def test_rare_tokens_are_drawn_as_often_as_they_should():
+def test_rare_tokens_are_drawn_at_their_rate():
     # 2^-10 each, over eight tiles.
     counts = draw_many(np.zeros(1024, np.float32), 20_480, temperature=1.0)
     assert stats.chisquare(counts).pvalue > 1e-4
@@ -228,7 +228,7 @@ def test_draws_of_one_sequence_follow_the_distribution():
 
 
 @pytest.mark.one_end
-def test_a_row_depends_on_its_seed_and_count_alone():
+def test_a_row_depends_only_on_its_seed_and_count():
     logits = random_logits()
     sampling = Sampling(temperature=1.5, top_p=0.95, seeds=np.array([5, 6, 7, 8]))
     together, _ = sample(logits, sampling, np.array([0, 3, 1, 9]))
@@ -250,8 +250,8 @@ def test_a_row_depends_on_its_seed_and_count_alone():
 
 
 @pytest.mark.one_end
-def test_a_key_becomes_a_seed():
-    """Keys of one's own draw as seeds do: the same each time, others with others."""
+def test_keys_are_converted_to_seeds():
+    """Equal keys draw equal tokens, and different keys different ones."""
     flat = np.zeros((6, VOCABULARY), np.float32)
     keys = [jax.random.key(3), jax.random.key(3), jax.random.key(4)]
     options = [Sampling(temperature=1.0, key=key) for key in keys]
@@ -266,25 +266,25 @@ def test_a_key_becomes_a_seed():
         Sampling(key=3)
 
 
-def test_of_one_seed_each_sequence_has_its_own():
+def test_sequences_with_one_seed_draw_differently():
     flat = np.zeros((6, VOCABULARY), np.float32)
     one, _ = sample(flat, Sampling(temperature=1.0, seeds=40))
     seeds = spread_seeds(40, 6)
     each, _ = sample(flat, Sampling(temperature=1.0, seeds=seeds))
     np.testing.assert_array_equal(one, each)
     assert len(set(one.tolist())) > 3
-    # Another seed and another count give other numbers.
+    # Another seed or another count draws other tokens.
     other, _ = sample(flat, Sampling(temperature=1.0, seeds=1000))
     later, _ = sample(flat, Sampling(temperature=1.0, seeds=40), 1)
     assert one.tolist() != other.tolist() and one.tolist() != later.tolist()
 
 
 @pytest.mark.one_end
-def test_neighbouring_seeds_have_no_sequence_in_common():
+def test_neighbouring_seeds_share_no_sequence():
     seeds = np.concatenate([spread_seeds(seed, 500) for seed in range(-20, 20)])
     assert len(set(seeds.tolist())) == seeds.size
     assert seeds[::500].tolist() == list(range(-20, 20))
-    # The host makes the same ones as a program, for numbers without a sign, too.
+    # The host computes the same seeds as a program, for unsigned numbers, too.
     traced = jax.jit(lambda seed: spread_seeds(seed, 500))
     for seed in (0, -1, 2**31 - 1, -(2**31)):
         np.testing.assert_array_equal(traced(np.int32(seed)), spread_seeds(seed, 500))
@@ -317,7 +317,7 @@ def test_rows_may_differ_in_every_parameter():
 
 
 @pytest.mark.one_end
-def test_greedy_rows_are_greedy_among_others():
+def test_greedy_rows_stay_greedy_beside_sampled_ones():
     logits = random_logits()
     temperature = np.array([0.0, 5.0, 0.0, 5.0], np.float32)
     for seed in range(5):
@@ -342,7 +342,7 @@ def test_extreme_numbers_give_valid_tokens(scale, temperature):
 
 @pytest.mark.one_end
 def test_removed_tokens_are_never_drawn():
-    # Three tokens in one tile and one far away, all others removed.
+    # Three tokens in one tile and one in another; all others removed.
     logits = np.full(VOCABULARY, -np.inf, np.float32)
     logits[[3, 4, 5, 290]] = 0.0
     counts = draw_many(logits, 5_000, temperature=1.0)
@@ -371,7 +371,7 @@ def test_nothing_is_sorted():
 
 
 @pytest.mark.one_end
-def test_wrong_shapes_are_named():
+def test_wrong_shapes_are_refused_by_name():
     with pytest.raises(ValueError, match=r"Sampling.top_p must be .* N = 4"):
         sample(random_logits(), Sampling(top_p=np.ones(3, np.float32)))
     with pytest.raises(ValueError, match=r"Sampling.seeds must be .* N = 4"):
@@ -400,7 +400,7 @@ def test_values_out_of_range_are_refused_by_name(field, value):
 
 
 def test_unflattening_skips_validation():
-    """Axes, shapes and None stand where numbers stood; leaves keep their names."""
+    """Axes, shapes and None replace numbers; leaves keep their names."""
     sampling = Sampling(temperature=np.ones(2, np.float32))
     axes = jax.tree.map(lambda _: 0, sampling)
     assert axes.repetition_penalty == 0
@@ -408,8 +408,8 @@ def test_unflattening_skips_validation():
     assert jax.tree_util.keystr(paths[0]) == ".temperature"
 
 
-def test_many_logits_are_searched_row_by_row_on_a_cpu(monkeypatch):
-    """With the bits of all rows at once; a program without filters has no search."""
+def test_large_logits_are_searched_row_by_row_on_a_cpu(monkeypatch):
+    """The bits equal those of all rows at once; without filters nothing is searched."""
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((5, 64), np.float32) * 3
     sampling = Sampling(

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations, and their derivative, against a dense model."""
+"""Log-probabilities of completions and their gradients, compared with a dense model."""
 
 import dataclasses
 import functools
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import windowed_model
-from support.small_attention_model import (
+from support.models import windowed_model
+from support.models.small_attention_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -30,7 +30,8 @@ CONFIG = jkv.CacheConfig(
     max_sequences=1,
     max_context_length=1,
 )
-# A tail of three, none, less than a block, nothing; texts that end early, or at once.
+# Prompts with a partial block, full blocks, under a block, empty; completions that end
+# early, or at once.
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [2], []]
 CONTINUATIONS = [
     *([1, 8, 2, 8, 1, 8], [2, 8, 4], [5]),
@@ -47,19 +48,23 @@ def make_score(model=attention_model, config=CONFIG):
 
 
 def dense_scores(params, prompts=PROMPTS, continuations=CONTINUATIONS, xp=np):
-    """Each text alone: the log-probabilities of its continuation."""
+    """Score each sequence alone: the log-probabilities of its completion."""
     each, found = len(continuations) // len(prompts), []
-    pairs = [(prompts[i // each], text) for i, text in enumerate(continuations)]
-    # Tokens behind the end, one at least: rows see none that follow.
-    texts = np.zeros((len(pairs), 1 + max(len(p) + len(c) for p, c in pairs)), np.int32)
-    for row, (prompt, continuation) in zip(texts, pairs, strict=True):
+    pairs = [(prompts[i // each], tokens) for i, tokens in enumerate(continuations)]
+    # At least one padding token after the end, which is causally masked.
+    sequences = np.zeros(
+        (len(pairs), 1 + max(len(p) + len(c) for p, c in pairs)), np.int32
+    )
+    for row, (prompt, continuation) in zip(sequences, pairs, strict=True):
         row[: len(prompt) + len(continuation)] = [*prompt, *continuation]
     run = functools.partial(dense_rows, params, xp=xp)
-    rows = jax.vmap(run)(texts) if xp is jnp else [run(text) for text in texts]
+    rows = (
+        jax.vmap(run)(sequences) if xp is jnp else [run(tokens) for tokens in sequences]
+    )
     for logits, (prompt, continuation) in zip(rows, pairs, strict=True):
         logits = logits - logits.max(axis=-1, keepdims=True)
         normalised = logits - xp.log(xp.exp(logits).sum(axis=-1, keepdims=True))
-        # Before the first token of an empty prompt there is nothing.
+        # The first token after an empty prompt has no score.
         known = continuation if prompt else continuation[1:]
         first = max(1, len(prompt)) - 1
         table = first + np.arange(len(known), dtype=np.int32)
@@ -68,14 +73,14 @@ def dense_scores(params, prompts=PROMPTS, continuations=CONTINUATIONS, xp=np):
 
 
 def weigh(scores):
-    """A loss in which each token counts differently, as advantages do."""
+    """Return a loss that weighs each token differently, as advantages do."""
     weights = [np.cos(i + np.arange(len(each))) for i, each in enumerate(scores)]
     return sum((w * each).sum() for w, each in zip(weights, scores, strict=True))
 
 
 @pytest.mark.one_end
 def test_scores_and_gradients_equal_a_dense_model():
-    """All weights, also before the keys and values of a prompt that three share."""
+    """Gradients of all weights, including those behind a prompt's shared keys."""
     params = attention_params()
 
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -98,8 +103,8 @@ def test_scores_and_gradients_equal_a_dense_model():
 
 
 @pytest.mark.one_end
-def test_layers_in_groups_see_as_far_as_in_numpy():
-    """Tokens that a window would release are there: rows of the prompt see them."""
+def test_windows_of_grouped_layers_equal_numpy():
+    """Tokens that a window would release are kept for the rows of the prompt."""
     full = jkv.CacheConfig(num_blocks=12, max_sequences=1, **windowed_model.SIZES)
     windowed = dataclasses.replace(full, sliding_window=windowed_model.WINDOW)
     config = jkv.GroupedConfig(
@@ -107,19 +112,22 @@ def test_layers_in_groups_see_as_far_as_in_numpy():
         layer_groups=(1, 0),
         prefix_caching=True,
     )
-    prompts, texts = windowed_model.PROMPTS[:2], [[7, 0, 3], [4, 4], [2], [9, 28, 1]]
+    prompts, continuations = (
+        windowed_model.PROMPTS[:2],
+        [[7, 0, 3], [4, 4], [2], [9, 28, 1]],
+    )
     score = jax.jit(make_score(windowed_model.mixed_model, config))
-    found = score(windowed_model.EMBEDDING, prompts, texts)
-    for i, (text, scores) in enumerate(zip(texts, found, strict=True)):
-        for place, token in enumerate(text):
-            before = prompts[i // 2] + text[:place]
+    found = score(windowed_model.EMBEDDING, prompts, continuations)
+    for i, (continuation, scores) in enumerate(zip(continuations, found, strict=True)):
+        for place, token in enumerate(continuation):
+            before = prompts[i // 2] + continuation[:place]
             logits = windowed_model.find_logits(before, windowed_model.MIXED)
             expected = logits[token] - np.log(np.exp(logits).sum())
             np.testing.assert_allclose(scores[place], expected, rtol=1e-4, atol=1e-4)
 
 
 def traced_rows(prompts, continuations, model=attention_model, config=CONFIG):
-    """The rows that the model gets, and the scores' shape; nothing is computed."""
+    """Return the row counts of the model's calls, and the scores' shape, by tracing."""
     rows = []
 
     def watched(params, tokens, cache, batch):
@@ -133,14 +141,14 @@ def traced_rows(prompts, continuations, model=attention_model, config=CONFIG):
     return rows, scores.shape
 
 
-def test_a_prompt_is_computed_once_for_all_texts():
+def test_a_prompt_is_computed_once_for_all_continuations():
     assert traced_rows(PROMPTS, CONTINUATIONS) == ([ROWS], (12, 6))
     assert traced_rows(PROMPTS, [[token] for token in range(8)]) == ([32], (8, 1))
 
 
 @pytest.mark.one_end
 def test_only_scored_rows_compute_logits():
-    """Of the prompts' rows only the last ones become logits."""
+    """Only the last rows of prompts are projected to logits."""
     jaxpr = jax.make_jaxpr(lambda p: make_score()(p, PROMPTS, CONTINUATIONS))(
         attention_params()
     )
@@ -151,7 +159,7 @@ def test_only_scored_rows_compute_logits():
 
 @pytest.mark.one_end
 class TestMistakes:
-    def test_continuations_that_cannot_be_dealt(self):
+    def test_an_uneven_number_of_continuations(self):
         with pytest.raises(ValueError, match="a multiple of 4 rows, .* got 5"):
             make_score()(None, PROMPTS, CONTINUATIONS[:5])
 
@@ -159,11 +167,11 @@ class TestMistakes:
         with pytest.raises(ValueError, match="a multiple of 4 rows, .* got 0"):
             make_score()(None, PROMPTS, [])
 
-    def test_texts_that_are_none(self):
+    def test_missing_continuations(self):
         with pytest.raises(ValueError, match=r"continuations must be i32\[B, P\]"):
             make_score()(None, PROMPTS, CONTINUATIONS[0])
 
-    def test_a_layer_that_does_not_exist(self):
+    def test_an_invalid_layer(self):
         def model(_, __, cache, batch):
             rows = jnp.zeros((ROWS, KV_HEADS, DIM))
             return rows, jkv.write(cache, LAYERS, batch, rows, rows)
@@ -179,7 +187,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match=r"keys must be \[R, K, D\]"):
             traced_rows(PROMPTS, CONTINUATIONS, model)
 
-    def test_a_verb_that_has_no_place_in_a_model(self):
+    def test_a_verb_that_changes_sequences(self):
         def model(_, __, cache, batch):
             cache = jkv.commit(cache, batch)
             return jnp.zeros((ROWS, VOCABULARY)), cache
@@ -194,23 +202,23 @@ def test_tokens_outside_the_vocabulary_are_refused_outside_jit():
         return jnp.zeros((batch.last_rows.shape[0], 10), jnp.float32), cache
 
     score = functools.partial(make_score(flat), None)
-    for prompt, text, message in [
+    for prompt, continuation, message in [
         ([1, 2, 3], [3, 4, 10], "continuation 0 has 10 at position 2"),
         ([1, 11, 3], [3, 4, 5], "prompt 0 has 11 at position 1"),
     ]:
         with pytest.raises(ValueError, match=f"{message}.*from 0 to 9"):
-            score([prompt], [text])
-    # Nothing counts past an end; inside jit it is NaN.
+            score([prompt], [continuation])
+    # Tokens past an end are ignored; inside jit an invalid token gives NaN.
     behind = np.array([[1, -1, 99], [9, -100, 99]], np.int32)
     assert np.isfinite(score(behind[:1], behind[1:])).all()
-    texts = np.array([[1, 2, 3], [3, 10, 4]], np.int32)
-    scores = np.asarray(jax.jit(score)(texts[:1], texts[1:]))
+    continuations = np.array([[1, 2, 3], [3, 10, 4]], np.int32)
+    scores = np.asarray(jax.jit(score)(continuations[:1], continuations[1:]))
     assert np.isnan(scores).tolist() == [[False, True, False]]
 
 
 @pytest.mark.one_end
-def test_other_derivatives_than_the_first_are_errors():
-    """As the docstring says: not a wrong number."""
+def test_higher_derivatives_raise():
+    """They raise, as documented, instead of returning wrong numbers."""
 
     @jax.jit
     def loss(params):

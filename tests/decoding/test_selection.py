@@ -1,4 +1,4 @@
-"""The best of several samples, against the same in plain Python."""
+"""Best-of-n and self-consistency, compared with plain Python."""
 
 import collections
 
@@ -15,7 +15,7 @@ PROMPTS, SAMPLES, MOST = 40, 6, 4
 
 
 def random_result(rng):
-    """Short texts of three tokens: many are alike, some are empty, some NaN."""
+    """Draw short results over three tokens: many are equal, some empty, some NaN."""
     count = PROMPTS * SAMPLES
     lengths = rng.integers(0, MOST + 1, count).astype(np.int32)
     is_token = np.arange(MOST) < lengths[:, None]
@@ -40,14 +40,14 @@ def plain_choice(result, prompt, by, answers):
 
     if by == "mean_logprob":
         return max(rows, key=mean)
-    said = {row: tuple(np.atleast_1d(answers[row]).tolist()) for row in rows}
-    votes = collections.Counter(answer for answer in said.values() if answer[0] >= 0)
-    return max(rows, key=lambda row: (votes.get(said[row], 0), mean(row)))
+    chosen = {row: tuple(np.atleast_1d(answers[row]).tolist()) for row in rows}
+    votes = collections.Counter(answer for answer in chosen.values() if answer[0] >= 0)
+    return max(rows, key=lambda row: (votes.get(chosen[row], 0), mean(row)))
 
 
 @pytest.mark.parametrize("answers", ["tokens", "numbers", None])
-def test_equals_the_plain_choice(answers):
-    """Ties too: the first of equal ones."""
+def test_equals_the_choice_in_plain_python(answers):
+    """Ties choose the first."""
     rng = np.random.default_rng(7)
     result = random_result(rng)
     given = {
@@ -75,6 +75,6 @@ def test_equals_the_plain_choice(answers):
         ),
     ],
 )
-def test_mistakes(options, message):
+def test_invalid_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         select_best(random_result(np.random.default_rng(0)), **options)

@@ -1,4 +1,4 @@
-"""Prompts with spans, in every loop, against one dense pass with the same mask."""
+"""Prompts with bidirectional spans in every loop, compared with one dense pass."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_attention_model import (
+from support.models.small_attention_model import (
     VOCABULARY,
     attention_model,
     attention_params,
@@ -24,7 +24,7 @@ PROMPTS = [
     [4, 11, 9, 2, 7],
     [3, 1, 8, 8, 6, 2, 5, 5, 9, 1, 2, 3, 4, 17],
 ]
-# An image amid the text, a prefix-LM prompt, two images.
+# An image within tokens, a prefix-LM prompt, two images.
 SPANS = [
     [-1, -1, 7, 7, 7, 7, 7, 7] + [-1] * 4,
     [4] * 5,
@@ -55,7 +55,7 @@ def expected():
 
 
 @pytest.mark.one_end
-def test_spans_change_the_texts():
+def test_spans_change_the_completions():
     causal = [continue_densely(prompt, ()) for prompt in PROMPTS]
     assert all(a != b for a, b in zip(causal, expected(), strict=True))
 
@@ -143,10 +143,10 @@ def test_spans_may_be_traced():
 
 
 @pytest.mark.one_end
-def test_extend_takes_spans_behind_a_context():
+def test_extend_accepts_spans_after_a_context():
     cache, opened = jkv.allocate(make_cache(), [0, 0, 0])
     begin, rest = [p[:3] for p in PROMPTS], [p[3:] for p in PROMPTS]
-    # Spans of the tokens given here, counted from the first of them.
+    # Spans are relative to the first token given here.
     spans = [[4] * 5 + [-1] * 4, [1, 1], [-1, -1, 6, 6, 6, 6, 6, -1, -1, -1, -1]]
     step = functools.partial(jkv.extend, attention_model, attention_params())
     cache, first = step(cache, opened.seq_ids, begin, max_new_tokens=1)
@@ -164,13 +164,13 @@ def test_extend_takes_spans_behind_a_context():
         row_counts=(3, 8),
     )
     for i, tokens in enumerate(found.tokens.tolist()):
-        text = begin[i] + given[i]
+        sequence = begin[i] + given[i]
         ends = [-1] * 3 + [end + 3 if end >= 0 else -1 for end in spans[i]]
-        assert tokens == continue_densely(text, ends)
+        assert tokens == continue_densely(sequence, ends)
 
 
 @pytest.mark.one_end
-def test_a_span_longer_than_a_step_is_named():
+def test_a_span_longer_than_a_step_is_refused():
     for fields in ({"row_counts": (3, 7)}, {"max_span": 7}):
         _, found = jkv.generate(
             attention_model,
@@ -191,7 +191,7 @@ def test_a_span_longer_than_a_step_is_named():
 
 @pytest.mark.one_end
 def test_a_long_span_is_not_starved():
-    """It needs a whole step, while short prompts keep arriving behind it."""
+    """It needs a whole step, while short prompts keep arriving after it."""
     prompts = [[1, 2], [3, 4], [5] * 8, *([[6, 7, 8]] * 4)]
     spans = [[-1] * 2, [-1] * 2, [7] * 8, *([[-1] * 3] * 4)]
     _, found = jkv.generate(
@@ -223,29 +223,29 @@ def test_prefix_hits_follow_the_spans(cacheable):
     cache, first = run(cache, PROMPTS)
     cache, again = run(cache, PROMPTS)
     assert first.tokens.tolist() == again.tokens.tolist() == expected()
-    # Only whole blocks before any span, or all but the last token.
+    # Only full blocks before any span, or all tokens but the last.
     hits = int(again.statistics.cached_tokens)
     assert hits == (sum(map(len, PROMPTS)) - 3 if cacheable else 0)
 
 
 @pytest.mark.one_end
 def test_score_takes_spans():
-    """Log-probabilities and their gradient, against dense passes."""
-    texts = [[4, 2, 9], [1, 7, 3], [5, 5, 5]]
+    """Log-probabilities and gradients equal dense passes."""
+    continuations = [[4, 2, 9], [1, 7, 3], [5, 5, 5]]
     params = attention_params()
 
     def dense(params):
         found = []
-        for prompt, ends, text in zip(PROMPTS, SPANS, texts, strict=True):
-            tokens = jnp.array([*prompt, *text])
+        for prompt, ends, sequence in zip(PROMPTS, SPANS, continuations, strict=True):
+            tokens = jnp.array([*prompt, *sequence])
             logits = dense_rows(params, tokens, xp=jnp, ends=ends)
             logits = jax.nn.log_softmax(logits[len(prompt) - 1 : -1])
-            found.append(logits[jnp.arange(3), jnp.array(text)])
+            found.append(logits[jnp.arange(3), jnp.array(sequence)])
         return jnp.stack(found)
 
     def ours(params):
         config = small_config()
-        given = params, PROMPTS, texts
+        given = params, PROMPTS, continuations
         return jkv.score(attention_model, *given, config=config, spans=SPANS)
 
     np.testing.assert_allclose(ours(params), dense(params), rtol=2e-5, atol=2e-5)
@@ -293,5 +293,5 @@ def test_malformed_spans_are_refused():
 
 
 @pytest.mark.one_end
-def test_vocabulary_is_the_models():
+def test_the_vocabulary_is_the_models():
     assert all(max(prompt) < VOCABULARY for prompt in PROMPTS)

@@ -1,38 +1,34 @@
-"""Speculative decoding: the text of plain decoding, with any draft tokens.
+"""Speculative decoding: completions equal plain decoding, whatever the draft tokens.
 
-One program plays the games of `PromptLookup`: three sequences run at a time, two of
-each prompt, in pools where others hold the blocks in use. The model recounts the cache
-that each step gives it. Each text alone, and the steps without draft tokens, are found
-in plain Python.
+One program runs the tests of `PromptLookup`: three sequences at a time, two per prompt,
+in pools partly held by other sequences. The model checks the cache of each step.
+Completions and the number of steps without draft tokens are computed in plain Python.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.plain_queue import Call, PlainQueue, PlainTexts
+from support.decoding.plain_queue import Call, PlainCompletions, PlainQueue
 from test_beam_search import checked_model, found_wrong
 from test_generation import (
     CONTEXT,
     assert_as_before,
     attention_model,
     attention_params,
+    completions,
     dense_logits,
     fresh_cache,
     padded,
     per_row,
     reasons,
-    texts,
 )
 
 import jkv
 from jkv.decoding import PromptLookup
-from jkv.decoding.speculation.draft_tokens import (
-    DraftTokens,
-    find_draft_tokens,
-    row_sizes,
-)
+from jkv.decoding.speculation.draft_tokens import DraftTokens, row_sizes
 from jkv.decoding.speculation.pace import Pace
+from jkv.decoding.speculation.prompt_lookup import find_draft_tokens
 
 PROMPTS, SAMPLES, NEW_TOKENS, RUNNING, ROW_COUNTS = 4, 2, 20, 3, (32,)
 STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "row_counts")
@@ -64,7 +60,7 @@ def run(prompts, cache, limits, sampling):
 
 
 def run_alone(prompts, limits, sampling):
-    """Each text by itself, of a model without a cache, and the steps of a queue."""
+    """Complete each prompt alone with a dense model; return also the queue's steps."""
     call = Call(
         prompts=prompts,
         limits=limits.tolist(),
@@ -78,17 +74,19 @@ def run_alone(prompts, limits, sampling):
         max_context_length=CONTEXT,
         num_blocks=64,
     )
-    alone = PlainTexts(call, lambda texts: np.stack([*map(dense_logits, texts)]))
+    alone = PlainCompletions(
+        call, lambda sequences: np.stack([*map(dense_logits, sequences)])
+    )
     return alone, PlainQueue(call, alone, RUNNING, ROW_COUNTS).statistics["num_steps"]
 
 
 @pytest.mark.one_end
 def test_speculation_preserves_sequences_in_every_pool():
-    """Refills, samples that fork, preemptions, prefix hits, limits, sampled texts."""
+    """Refills, forked samples, preemptions, prefix hits, limits, and sampling."""
     rng = np.random.default_rng(1)
     accepted = preemptions = cached = drafted = 0
     for game in range(6):
-        # Texts of few tokens, which recur.
+        # A small vocabulary, so that tokens recur.
         prompts = [rng.integers(3, 9, n).tolist() for n in rng.integers(1, 10, PROMPTS)]
         temperature = np.float32(rng.choice([0.0, 0.5, 1.0], PROMPTS * SAMPLES))
         penalty = np.float32(rng.choice([1.0, 1.2], PROMPTS * SAMPLES))
@@ -98,9 +96,9 @@ def test_speculation_preserves_sequences_in_every_pool():
         cache = fresh_cache(blocks, 8, prefix_caching=True)
         sampling = per_row(PROMPTS * SAMPLES, **options)
         alone, num_steps = run_alone(prompts, limits, sampling)
-        for turn in range(2):  # the second finds the cached blocks of the first
+        for turn in range(2):  # the second call hits the cached blocks of the first
             cache, result = run(prompts, cache, limits, sampling)
-            assert texts(result) == alone.new
+            assert completions(result) == alone.new
             assert reasons(result) == [reason.name for reason in alone.reasons]
             for found, new in zip(result.logprobs, alone.logprobs, strict=True):
                 np.testing.assert_allclose(found[: len(new)], new, atol=2e-5)
@@ -114,18 +112,20 @@ def test_speculation_preserves_sequences_in_every_pool():
 
 
 @pytest.mark.one_end
-def test_the_longest_and_latest_run_is_looked_up():
+def test_lookup_uses_the_longest_and_latest_match():
     rows = [
-        [7, 8, 9, 1, 8, 9, 2, 7, 8, 9],  # three tokens agree, then two
-        [8, 9, 1, 5, 8, 9, 2, 5, 8, 9],  # of two that agree the later one
+        [7, 8, 9, 1, 8, 9, 2, 7, 8, 9],  # matches of three tokens, then of two
+        [8, 9, 1, 5, 8, 9, 2, 5, 8, 9],  # of two equal matches, the later one
         [1, 2, 3, 4, 5, 6, 7, 8, 9, 0],  # nothing recurs
-        [4, 4, 4, -1, -1, -1, -1, -1, -1, -1],  # repetition goes on
+        [4, 4, 4, -1, -1, -1, -1, -1, -1, -1],  # repetition continues
         [6, -1, -1, -1, -1, -1, -1, -1, -1, -1],
     ]
-    texts = np.array(rows, np.int32)
-    lengths = (texts >= 0).sum(axis=1).astype(np.int32)
+    sequences = np.array(rows, np.int32)
+    lengths = (sequences >= 0).sum(axis=1).astype(np.int32)
     look = jax.jit(find_draft_tokens, static_argnums=2)
-    draft_tokens, counts, _ = look(texts, lengths, PromptLookup(num_tokens=4, cost=1.0))
+    draft_tokens, counts = look(
+        sequences, lengths, PromptLookup(num_tokens=4, cost=1.0)
+    )
     found = [row[:n].tolist() for row, n in zip(draft_tokens, counts, strict=True)]
     assert found == [[1, 8, 9, 2], [2, 5, 8, 9], [], [4, 4, 4, 4], []]
 
@@ -134,26 +134,26 @@ EIGHT, COST = np.int32(8), 1.5
 
 
 def draft_token(counts, certain=0):
-    """Draft tokens of these counts; a pace ignores the token ids."""
+    """Return draft tokens with these counts; the token ids do not matter."""
     counts = jnp.asarray(counts, jnp.int32)
     certain = jnp.broadcast_to(certain, counts.shape)
     return DraftTokens(jnp.zeros((len(counts), 7), jnp.int32), counts, certain)
 
 
 def play(right, num_steps, present=8):
-    """Draft seven tokens for eight texts; return the drafted texts, bool[steps, 8].
+    """Draft seven tokens for eight sequences; return the drafting ones, bool[steps, 8].
 
     Args:
-      right: of each sequence's seven draft tokens, i32[8].
-      num_steps: how often.
-      present: sequences with draft tokens.
+        right: accepted tokens of each sequence, i32[8].
+        num_steps: the number of steps.
+        present: the number of sequences with draft tokens.
     """
     return np.asarray(play_long(np.int32(right), np.int32(present)))[:num_steps]
 
 
 @jax.jit
 def play_long(right, present):
-    """The same for 2,000 steps."""
+    """Run 2,000 such steps."""
     found = jnp.where(jnp.arange(8) < present, 7, 0).astype(jnp.int32)
 
     def step(pace, _):
@@ -174,27 +174,27 @@ def play_long(right, present):
 
 @pytest.mark.one_end
 def test_rejected_drafts_back_off_exponentially():
-    """Of 2,000 steps with seven wrong draft tokens, seven are verified."""
+    """Seven of 2,000 steps verify, if all seven draft tokens are always wrong."""
     tries = play([0] * 8, 2000).any(axis=1)
     assert tries.nonzero()[0].tolist() == [0, 17, 82, 339, 852, 1365, 1878]
     # If all are right, every step drafts.
     assert play([7] * 8, 50).all()
-    # Draft tokens for two sequences of eight do not pay for a step.
+    # Draft tokens for two of eight sequences do not pay off.
     assert not play([7] * 8, 50, present=2).any()
 
 
 @pytest.mark.one_end
-def test_repeating_texts_are_drafted_for_others_hardly():
+def test_repetitive_sequences_are_drafted_and_others_rarely():
     guessed = play([7, 7, 7, 0, 0, 0, 0, 0], 200)
     assert guessed[:, :3].all()
     assert 0.01 < guessed[:, 3:].mean() < 0.1
-    # One such text is worth a step of eight; one that brings less is not.
+    # One such sequence is worth a step of eight rows; one with fewer hits is not.
     assert play([7, 0, 0, 0, 0, 0, 0, 0], 200)[:, 0].mean() > 0.9
     assert play([2, 0, 0, 0, 0, 0, 0, 0], 200).any(axis=1).sum() == 3
 
 
 @pytest.mark.one_end
-def test_a_new_text_is_believed_to_be_like_the_others():
+def test_a_new_sequence_starts_at_the_typical_rate():
     good = Pace.begin(2, 7, COST).follow(jnp.int32([0, 1]))
     for accepted in ([7, 7], [7, 7]):
         good = good.after_verification(
@@ -212,7 +212,7 @@ def test_a_new_text_is_believed_to_be_like_the_others():
 def test_steps_with_few_draft_tokens_have_few_rows():
     assert row_sizes(8, 7) == (22, 64)
     assert row_sizes(1, 7) == (8,) and row_sizes(2, 7) == (16,)
-    assert row_sizes(3, 3) == (6, 12)  # of the games above
+    assert row_sizes(3, 3) == (6, 12)  # of the program above
 
 
 @pytest.mark.one_end
@@ -224,7 +224,7 @@ def test_steps_with_few_draft_tokens_have_few_rows():
         (dict(num_tokens=2, cost=3.0), "from 1 to below num_tokens"),
     ],
 )
-def test_wrong_options_of_a_look_up_are_refused(options, text):
+def test_invalid_lookup_options_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         PromptLookup(**options)
 
@@ -249,16 +249,16 @@ def test_a_model_without_logits_of_all_rows_is_refused():
 
 
 @pytest.mark.one_end
-def test_forced_draft_tokens_are_always_drafted_and_not_counted():
-    """Three tokens are forced, four looked up, which fail."""
+def test_forced_tokens_are_always_drafted_and_not_counted():
+    """Three tokens are forced; four are looked up and rejected."""
     pace, forced = Pace.begin(8, 7, COST), jnp.full((8,), 3, jnp.int32)
     for _ in range(20):
         draft_tokens = draft_token([7] * 8, forced)
         assert pace.choose(draft_tokens, EIGHT, COST).all()
         pace = pace.after_verification(draft_tokens, forced, EIGHT, COST)
     assert pace.typical < 0.01 and pace.rates.max() < 0.01
-    # Where nothing is looked up nothing is learnt.
+    # Without looked-up tokens the statistics do not change.
     same = pace.after_verification(draft_token([3] * 8, forced), forced, EIGHT, COST)
     np.testing.assert_array_equal(same.typical, pace.typical)
-    # Look-up alone is not tried any more.
+    # Lookup alone is no longer tried.
     assert not pace.choose(draft_token([7] * 8), EIGHT, COST).any()

@@ -1,12 +1,14 @@
-"""Loops over a model with states in some layers: exact after any operations.
+"""Loops over a model with recurrent layers, exact after any operations.
 
-The next token follows exactly from all tokens before it. `support.state_table` has each
-loop beside sequences of each kind of groups; here are tests with prompts of their own.
+The next token is an exact function of all tokens before it.
+`support.states.state_table` runs each loop beside sequences of each kind of groups;
+these tests use prompts of their own.
 """
 
 import numpy as np
 import pytest
-from support.folding_loops import (
+from support.jax_versions import further
+from support.states.folding_loops import (
     PROMPTS,
     SHARED,
     expect,
@@ -14,8 +16,7 @@ from support.folding_loops import (
     generate,
     padded,
 )
-from support.folding_model import make_config
-from support.jax_versions import further
+from support.states.folding_model import make_config
 
 import jkv
 from jkv.decoding import PromptLookup
@@ -24,13 +25,13 @@ from jkv.status import UsageError
 pytestmark = pytest.mark.one_end
 
 EVERY = 8
-# Blocks for a text or two at a time.
+# Blocks for one or two sequences at a time.
 FEW_BLOCKS = 14
 
 
 @pytest.mark.parametrize("kind", ["state", *further(["keys+state", "window+state"])])
 def test_samples_speculation_and_prefix_hits(kind):
-    """All at once, cold and warm: the tokens equal the fold's."""
+    """Together, with a cold and a warm cache: the tokens equal the fold's."""
     sizes = {} if kind == "state" else {"num_blocks": FEW_BLOCKS}
     cache = jkv.init(make_config(kind, pending=4, **sizes))
     options = dict(
@@ -46,18 +47,18 @@ def test_samples_speculation_and_prefix_hits(kind):
     found = [int(result.statistics.cached_tokens) for result in (cold, warm)]
     if kind == "state":
         assert found[1] > found[0] > 0
-        # Each prompt is computed once, also for samples that have no place yet.
+        # Each prompt is computed once, also for samples that are not admitted yet.
         assert int(cold.statistics.prompt_tokens) + found[0] == of_all
-    else:  # there are too few blocks to keep many cached ones
+    else:  # too few blocks to keep many cached
         assert sum(found) > 0
 
 
-def test_a_queue_of_a_model_without_keys():
-    """A shared beginning has a snapshot from its second use on."""
+def test_generate_with_recurrent_layers_only():
+    """A shared prefix has a snapshot from its second use on."""
     cache = jkv.init(make_config("state"))
     cache, result = generate("state", cache, PROMPTS[:1], max_running=1)
     lengths = sorted(cache.metadata.index.snapshots.lengths.tolist())
-    # Before the end of the prompt, and where new tokens reached multiples.
+    # Before the end of the prompt, and at multiples reached by new tokens.
     assert lengths[-3:] == [16, 24, 32]
     cache, result = generate("state", cache, PROMPTS[1:2], max_running=1)
     assert int(result.statistics.cached_tokens) == 16
@@ -65,8 +66,8 @@ def test_a_queue_of_a_model_without_keys():
 
 
 @pytest.mark.further
-def test_a_text_that_was_preempted_goes_on():
-    """Its state is computed again, or taken from a snapshot."""
+def test_a_preempted_sequence_continues():
+    """The state is recomputed, or read from a snapshot."""
     cache = jkv.init(make_config("keys+state", num_blocks=8))
     prompts = [[n, 4 - n, n] for n in range(4)]
     cache, result = generate("keys+state", cache, prompts)
@@ -78,30 +79,32 @@ LENGTHS = [EVERY - 1, EVERY, EVERY + 1, 2 * EVERY - 1, 2 * EVERY, 2 * EVERY + 1]
 
 
 def test_prompts_around_multiples_are_found():
-    """Of k blocks, of k intervals, one more and one less: found up to the last."""
-    text = SHARED[:3] + SHARED
+    """Prompts of about k blocks or intervals hit the last multiple."""
+    sequence = SHARED[:3] + SHARED
     cache = jkv.init(make_config("state"))
     for length in LENGTHS:
-        known = jkv.match(cache, padded([[*text[:length], 4]]))
-        cache, result = generate("state", cache, [text[:length]], max_running=1)
-        # Its own last token is computed always.
-        found = int(jkv.match(cache, padded([text[:length]]))[0])
+        known = jkv.match(cache, padded([[*sequence[:length], 4]]))
+        cache, result = generate("state", cache, [sequence[:length]], max_running=1)
+        # The last token of a prompt is always computed.
+        found = int(jkv.match(cache, padded([sequence[:length]]))[0])
         assert found == (length - 1) // EVERY * EVERY
-        # A longer text goes on from its end, where that is a multiple.
-        longer = int(jkv.match(cache, padded([[*text[:length], 4]]))[0])
+        # A longer prompt continues from its end, if that is a multiple.
+        longer = int(jkv.match(cache, padded([[*sequence[:length], 4]]))[0])
         assert longer == length // EVERY * EVERY >= int(known[0])
-        np.testing.assert_array_equal(result.tokens, expect("state", [text[:length]]))
+        np.testing.assert_array_equal(
+            result.tokens, expect("state", [sequence[:length]])
+        )
 
 
-def test_an_extended_text_has_snapshots():
-    """Before its end, and where it parts from a text that is known."""
+def test_an_extended_sequence_has_snapshots():
+    """Snapshots are before its end, and at the divergence from a cached prompt."""
     cache, opened = jkv.allocate(jkv.init(make_config("state")), [0, 0])
     made = []
-    for seq_id, text in enumerate([PROMPTS[5], [*SHARED, *[4] * 10]]):
+    for seq_id, sequence in enumerate([PROMPTS[5], [*SHARED, *[4] * 10]]):
         ids = np.array([opened.seq_ids[seq_id], -1], np.int32)
-        cache, turn = extend("state", 4, cache, ids, padded([text, []]))
-        np.testing.assert_array_equal(turn.tokens[:1], expect("state", [text], 4))
-        made.append(jkv.snapshots(cache, seq_id)[: len(text)].nonzero()[0].tolist())
+        cache, turn = extend("state", 4, cache, ids, padded([sequence, []]))
+        np.testing.assert_array_equal(turn.tokens[:1], expect("state", [sequence], 4))
+        made.append(jkv.snapshots(cache, seq_id)[: len(sequence)].nonzero()[0].tolist())
     assert made == [[24], [16, 24]]
 
 
@@ -132,8 +135,8 @@ def test_unsupported_state_options_are_named():
         make_config("keys+state", num_snapshots=0)
 
 
-def test_debug_mode_watches_states():
-    """A state that is not written, or is written twice, is found."""
+def test_debug_mode_checks_state_writes():
+    """A state that is not written, or is written twice, is reported."""
     cache = jkv.debug(jkv.init(make_config("state", caching=False)))
     cache, opened = jkv.allocate(cache, [0])
     assert int(opened.status[0]) == 0

@@ -1,4 +1,4 @@
-"""Trees of texts: each distinct token once, the same numbers as text by text."""
+"""Trajectory trees: shared tokens are computed once, results equal sequences'."""
 
 import functools
 
@@ -6,26 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import windowed_model
-from support.folding_model import (
-    MODELS,
-    VOCABULARY,
-    WITH_STATE,
-    continue_text,
-    make_config,
-)
-from support.jax_versions import with_further
-from support.small_attention_model import attention_model, attention_params
-from support.trajectory_trees import (
+from support.decoding.trajectory_trees import (
     CONFIG,
     NUM_ROWS,
     ROOT_ROWS,
     SEGMENTS,
     dense_scores,
     draw_segments,
-    list_texts,
+    list_sequences,
     make_tree,
     pad,
+)
+from support.jax_versions import with_further
+from support.models import windowed_model
+from support.models.small_attention_model import attention_model, attention_params
+from support.states.folding_model import (
+    MODELS,
+    VOCABULARY,
+    WITH_STATE,
+    continue_prompt,
+    make_config,
 )
 
 import jkv
@@ -38,7 +38,7 @@ WEIGHTS[[*ROOT_ROWS, *range(NUM_TOKENS, NUM_ROWS)]] = 0
 
 
 def weigh(scores, weights=WEIGHTS):
-    """A loss in which each token counts differently, as advantages do."""
+    """Return a loss that weighs each token differently, as advantages do."""
     return jnp.where(weights != 0, scores * weights, 0.0).sum()
 
 
@@ -76,8 +76,8 @@ def test_scores_and_gradients_equal_a_dense_model():
 
 
 @pytest.mark.one_end
-def test_no_number_stands_for_no_value():
-    """With `jax_debug_nans` any NaN on the way, such as "no score", is an error."""
+def test_missing_scores_are_not_nan():
+    """With `jax_debug_nans`, a NaN for a missing score would raise."""
     with jax.debug_nans(True):
         scores, _ = score_and_differentiate(attention_params(), pad(TREE), WEIGHTS)
         exact = jkv.score(
@@ -91,7 +91,7 @@ def test_no_number_stands_for_no_value():
 
 @pytest.mark.one_end
 def test_random_trees_equal_a_dense_model():
-    """By one compiled program; scores of a tree with another parent differ."""
+    """One compiled program scores all; scores change with a segment's parent."""
     params, rng = attention_params(), np.random.default_rng(11)
     weights = jax.device_get(params)
     for _ in range(10):
@@ -100,9 +100,9 @@ def test_random_trees_equal_a_dense_model():
         expected = dense_scores(weights, segments)
         scores = np.asarray(scores)[: len(expected)]
         np.testing.assert_allclose(scores, expected, atol=2e-5)
-        texts = list_texts(segments)
-        pairs = zip(texts, segments, strict=True)
-        begins = [text for text, (own, _) in pairs if own and text == own]
+        sequences = list_sequences(segments)
+        pairs = zip(sequences, segments, strict=True)
+        begins = [sequence for sequence, (own, _) in pairs if own and sequence == own]
         assert np.sum(scores == 0) == len(begins)
     scores, _ = score_and_differentiate(params, pad(TREE), WEIGHTS)
     moved = [(own, 6 if i == 9 else parent) for i, (own, parent) in enumerate(SEGMENTS)]
@@ -111,7 +111,7 @@ def test_random_trees_equal_a_dense_model():
 
 
 def traced_rows(tree):
-    """The rows of the model's calls; nothing is computed."""
+    """Return the row counts of the model's calls, by tracing."""
     rows = []
 
     def watched(params, tokens, cache, batch):
@@ -124,8 +124,8 @@ def traced_rows(tree):
 
 
 @pytest.mark.one_end
-def test_each_distinct_token_is_a_row_once():
-    """A prompt of 512, 8 turns of 8 samples of 64 tokens; one sample goes on."""
+def test_each_distinct_token_is_computed_once():
+    """A prompt of 512, 8 turns of 8 samples of 64 tokens; one sample continues."""
     assert traced_rows(TREE) == ([NUM_TOKENS], (NUM_TOKENS,))
     rng, trunk = np.random.default_rng(0), 0
     tree = jkv.TrajectoryTree.of(rng.integers(0, 9, (1, 512), np.int32))
@@ -134,18 +134,22 @@ def test_each_distinct_token_is_a_row_once():
         samples[:, 0] = np.arange(8)
         tree, segments = jkv.trees.grow(tree, samples, trunk)
         trunk = int(segments[3])
-    texts = [jkv.trees.read_text(tree, s) for s in range(1, tree.num_segments)]
-    assert sum(map(len, texts)) == 51_200
-    distinct = {tuple(text[: i + 1]) for text in texts for i in range(len(text))}
+    sequences = [jkv.trees.read_sequence(tree, s) for s in range(1, tree.num_segments)]
+    assert sum(map(len, sequences)) == 51_200
+    distinct = {
+        tuple(sequence[: i + 1]) for sequence in sequences for i in range(len(sequence))
+    }
     assert traced_rows(tree)[0] == [len(distinct)] == [4_608]
 
 
 @pytest.mark.one_end
-def test_prompts_and_continuations_are_a_tree_of_two_levels():
-    prompts, texts = [[3, 1, 4, 1, 5], [9, 2]], [[6, 5, 3], [5, 8], [9], [7, 9, 3]]
+def test_prompts_and_continuations_equal_a_tree_of_two_levels():
+    prompts, sequences = [[3, 1, 4, 1, 5], [9, 2]], [[6, 5, 3], [5, 8], [9], [7, 9, 3]]
     params = attention_params()
-    expected = jax.jit(score)(params, prompts, texts)
-    tree, children = jkv.trees.grow(jkv.TrajectoryTree.of(prompts), texts, [0, 0, 1, 1])
+    expected = jax.jit(score)(params, prompts, sequences)
+    tree, children = jkv.trees.grow(
+        jkv.TrajectoryTree.of(prompts), sequences, [0, 0, 1, 1]
+    )
     scores = np.asarray(score_and_differentiate(params, pad(tree), WEIGHTS)[0])
     segments = np.asarray(tree.segments)
     for row, child in zip(expected, children, strict=True):
@@ -154,8 +158,8 @@ def test_prompts_and_continuations_are_a_tree_of_two_levels():
 
 
 @pytest.mark.one_end
-def test_layers_in_groups_see_as_far_as_in_numpy():
-    """A window that ends inside a parent, or behind it."""
+def test_windows_of_grouped_layers_equal_numpy():
+    """A window ends inside a parent, or after it."""
     full = jkv.CacheConfig(num_blocks=12, max_sequences=1, **windowed_model.SIZES)
     windowed = full.__class__(
         num_blocks=12,
@@ -170,27 +174,29 @@ def test_layers_in_groups_see_as_far_as_in_numpy():
     segments = SEGMENTS[:7]
     scores = np.asarray(run(windowed_model.EMBEDDING, make_tree(segments)))
     row = 0
-    for text, (own, _) in zip(list_texts(segments), segments, strict=True):
-        for place in range(len(text) - len(own), len(text)):
+    for sequence, (own, _) in zip(list_sequences(segments), segments, strict=True):
+        for place in range(len(sequence) - len(own), len(sequence)):
             if place:
-                logits = windowed_model.find_logits(text[:place], windowed_model.MIXED)
-                expected = logits[text[place]] - np.log(np.exp(logits).sum())
+                logits = windowed_model.find_logits(
+                    sequence[:place], windowed_model.MIXED
+                )
+                expected = logits[sequence[place]] - np.log(np.exp(logits).sum())
                 np.testing.assert_allclose(scores[row], expected, rtol=1e-4, atol=1e-4)
             row += 1
 
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("kind", with_further(WITH_STATE, *WITH_STATE[:2]))
-def test_layers_with_a_state_are_computed_level_by_level(kind):
-    """Only the token that follows from all before it is likely."""
+def test_recurrent_layers_are_computed_level_by_level(kind):
+    """Only the token that follows from all previous ones has a high probability."""
     config = make_config(kind)
     trunk = [2, 1, 3, 0, 4]
-    likely = continue_text(trunk, 3, kind)
+    likely = continue_prompt(trunk, 3, kind)
     tool = [1, 4]
-    later = continue_text(trunk + likely + tool, 2, kind)
+    later = continue_prompt(trunk + likely + tool, 2, kind)
     wrong = [(token + 1) % VOCABULARY for token in later]
-    texts = [trunk, likely, tool, later, [], wrong, [0, 1]]
-    tree = jkv.TrajectoryTree.of(texts, [-1, 0, 1, 2, 2, 4, -1])
+    sequences = [trunk, likely, tool, later, [], wrong, [0, 1]]
+    tree = jkv.TrajectoryTree.of(sequences, [-1, 0, 1, 2, 2, 4, -1])
     run = functools.partial(jkv.score, MODELS[kind], None, config=config)
     scores, segments = (
         np.asarray(jax.jit(lambda: run(tree))()),
@@ -204,8 +210,8 @@ def test_layers_with_a_state_are_computed_level_by_level(kind):
 
 
 @pytest.mark.one_end
-def test_parts_add_up_to_the_whole():
-    """Each token counts in one part, and gradients add up."""
+def test_scores_and_gradients_of_parts_add_up():
+    """Each token is scored in one part."""
     params = attention_params()
     whole, gradient = score_and_differentiate(params, pad(TREE), WEIGHTS)
     parts = jkv.trees.split(TREE, 24)
@@ -229,17 +235,17 @@ def test_parts_add_up_to_the_whole():
 
 
 @pytest.mark.one_end
-def test_branches_are_repeated_little():
-    """The trunk is dealt last in each turn, so parts repeat their path."""
-    texts, parents = [[1] * 8], [-1]
+def test_parts_repeat_few_tokens():
+    """The trunk is the last branch of each turn, so that parts repeat their path."""
+    sequences, parents = [[1] * 8], [-1]
     for turn in range(4):
         trunk = 4 * turn
-        texts += [[2] * 4] * 4
+        sequences += [[2] * 4] * 4
         parents += [trunk] * 4
-    tree = jkv.TrajectoryTree.of(texts, parents)
+    tree = jkv.TrajectoryTree.of(sequences, parents)
     parts = jkv.trees.split(tree, 28)
     num_repeated = int(((parts.rows < tree.num_rows) & ~parts.is_first).sum())
-    # 72 tokens and at least 12 or more of the trunk in each part but the first.
+    # 72 tokens, and at least 12 of the trunk in each part but the first.
     assert parts.rows.shape[0] == 5 and num_repeated <= 4 * 24
     single = jkv.trees.split(tree, tree.num_rows, num_segments=20)
     assert single.tree.tokens.tolist() == [tree.tokens.tolist()]
@@ -273,7 +279,7 @@ class TestMistakes:
             (dict(parents=[[-1, 0, 0]]), r"parents must be int32\[S\], got int32"),
         ],
     )
-    def test_a_tree_that_is_none(self, change, message):
+    def test_invalid_trees(self, change, message):
         fields = dict(tokens=[5, 6, 7, 8], segments=[0, 0, 1, 2], parents=[-1, 0, 0])
         arrays = {k: jnp.array(v, jnp.int32) for k, v in (fields | change).items()}
         tree = jkv.TrajectoryTree(**arrays, max_length=8)
@@ -295,7 +301,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="of segment 1 has 4 tokens; max_length"):
             score(None, tree)
 
-    def test_a_tree_and_more(self):
+    def test_a_tree_with_other_arguments(self):
         with pytest.raises(ValueError, match="a tree takes no continuations"):
             score(None, TREE, [[1]])
         with pytest.raises(ValueError, match="continuations must be given"):
@@ -303,7 +309,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="a tree must have at least one row"):
             score(None, jkv.TrajectoryTree.of([[]]))
 
-    def test_a_parent_that_is_not_there(self):
+    def test_a_missing_parent(self):
         with pytest.raises(
             ValueError, match=r"parents\[1\] must be a segment .* got 12"
         ):
@@ -311,7 +317,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="segment 0 has parent 0"):
             jkv.TrajectoryTree.of([[1], [2]], [0, 0])
 
-    def test_sizes_that_are_too_small(self):
+    def test_insufficient_sizes(self):
         with pytest.raises(ValueError, match="num_rows must be >= 42"):
             jkv.trees.pad(TREE, num_rows=41)
         with pytest.raises(
@@ -326,7 +332,7 @@ class TestMistakes:
 
 @pytest.mark.one_end
 def test_invalid_segments_are_nan_inside_jit_without_effect_on_others():
-    """A segment that is its own ancestor, one that lies apart, one that is too long."""
+    """A segment that is its own ancestor, a disconnected one, and a long one."""
     good, params = pad(TREE), attention_params()
     expected = np.asarray(score_and_differentiate(params, good, WEIGHTS)[0])
     segments, parents = np.asarray(good.segments), np.asarray(good.parents)
@@ -346,7 +352,7 @@ def test_invalid_segments_are_nan_inside_jit_without_effect_on_others():
         return moved
 
     assert find_nan(parents=move({2: 5})) == {2, 4, 6, 10}
-    # A token of segment 4 far behind the others.
+    # A token of segment 4, separated from its others.
     apart, tokens = segments.copy(), np.asarray(good.tokens).copy()
     apart[-1], tokens[-1] = 4, 3
     assert find_nan(segments=apart, tokens=tokens) == {-1, 4, 10}
@@ -357,17 +363,20 @@ def test_invalid_segments_are_nan_inside_jit_without_effect_on_others():
 
 @pytest.mark.one_end
 def test_trees_grow_inside_jit():
-    """With a row for each place; the scored tokens are the same."""
+    """Trees have a row for each token of the result; the scored tokens are equal."""
 
     @jax.jit
-    def run(params, prompts, texts, parents):
+    def run(params, prompts, sequences, parents):
         tree = jkv.TrajectoryTree.of(prompts)
-        tree, first = jkv.trees.grow(tree, texts, parents)
-        tree, _ = jkv.trees.grow(tree, texts[:1], first[1:2])
+        tree, first = jkv.trees.grow(tree, sequences, parents)
+        tree, _ = jkv.trees.grow(tree, sequences[:1], first[1:2])
         return tree, score(params, tree)
 
-    prompts, texts = [[3, 1, 4, -1], [9, 2, 6, 5]], [[6, 5, 3], [5, 8, -1], [9, -1, -1]]
-    arrays = (jnp.array(each, jnp.int32) for each in (prompts, texts, [0, 1, 0]))
+    prompts, sequences = (
+        [[3, 1, 4, -1], [9, 2, 6, 5]],
+        [[6, 5, 3], [5, 8, -1], [9, -1, -1]],
+    )
+    arrays = (jnp.array(each, jnp.int32) for each in (prompts, sequences, [0, 1, 0]))
     tree, scores = run(attention_params(), *arrays)
     assert tree.num_rows == 8 + 9 + 3 and tree.max_length == 4 + 3 + 3
     segments = [([3, 1, 4], -1), ([9, 2, 6, 5], -1), ([6, 5, 3], 0), ([5, 8], 1)]

@@ -1,11 +1,12 @@
-"""The program of each of two processes with an engine, for `test_engine_processes.py`.
+"""The program of both processes of `test_engine_processes.py`, with one engine.
 
     python serving_processes.py PROCESS PORT AXES
 
 AXES are `heads`, `context` or `heads,context`: mesh axes of two devices, named after
-the axis that is sharded over them. The first of them spans the processes. The first
-process plays a game on the engine of both and on one of its own, and compares; the
-second follows.
+the sharded dimension. The first axis spans the processes. Each has another drafter:
+none, one on the target's hidden states, and a draft model. The first process runs the
+same requests on the shared engine and on one of its own, and compares; the second
+follows.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 NEW_TOKENS, STOP_TOKENS = 8, 400
-# Two of each alike, so that blocks are found; one that waits on the host at first.
+SIZES = dict(num_blocks=16, block_size=4, max_sequences=8, max_context_length=24)
+# Equal prompts give cache hits; the last waits on the host at first.
 PROMPTS = [[5, 9, 5, 1], [11, 7, 3, 8], [4], [5, 9, 5, 1, 7], [2, 6, 4], [4, 4]]
 
 
@@ -32,30 +34,52 @@ class Clock:
         return self.now
 
 
-def make_engine(mesh, clock, **changes):
-    """An engine on a mesh, or on this process alone."""
-    from support.small_attention_model import (
-        DIM,
-        KV_HEADS,
-        LAYERS,
-        attention_model,
-        attention_params,
+def find_config():
+    """Return the configuration of the target's cache."""
+    from support.models.small_attention_model import DIM, KV_HEADS, LAYERS
+
+    import jkv
+
+    return jkv.CacheConfig(
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        dtype="float32",
+        prefix_caching=True,
+        **SIZES,
     )
+
+
+def make_drafter(axes):
+    """Return the drafter for these axes, with layers in the cache, or None."""
+    from support.models.following_drafter import make_following
+    from support.models.small_attention_model import attention_model, attention_params
+
+    import jkv
+
+    if axes == ["heads"]:
+        return None
+    if axes == ["context"]:
+        return make_following(**SIZES)
+    return jkv.DraftModel(
+        model=attention_model,
+        params=attention_params(),
+        config=find_config(),
+        num_tokens=2,
+        cost=1.0,
+    )
+
+
+def make_engine(mesh, clock, drafter=None, **changes):
+    """Create an engine on a mesh, or on this process only."""
+    from support.models.small_attention_model import attention_model, attention_params
 
     import jkv
     from jkv.serving import Engine, StopSizes
 
-    config = jkv.CacheConfig(
-        num_layers=LAYERS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        num_blocks=16,
-        block_size=4,
-        max_sequences=8,
-        max_context_length=24,
-        dtype="float32",
-        prefix_caching=True,
-    )
+    config = find_config()
+    if drafter is not None:
+        config = jkv.with_drafter(config, drafter)
     where = {} if mesh is None else dict(mesh=mesh, **{n: n for n in mesh.axis_names})
     options = dict(
         max_running=2,
@@ -69,6 +93,7 @@ def make_engine(mesh, clock, **changes):
         detokenize=lambda tokens: "".join(chr(97 + token) for token in tokens),
         checks=True,
         clock=clock,
+        speculate=drafter,
     )
     params = attention_params()
     cache = jkv.init(config, **where)
@@ -76,8 +101,8 @@ def make_engine(mesh, clock, **changes):
 
 
 def play(engine, clock):
-    """Requests of each kind, ended in each way; return their results."""
-    from support.small_attention_model import attention_params
+    """Run requests of each kind, with each finish reason; return their results."""
+    from support.models.small_attention_model import attention_params
 
     from jkv.decoding import Sampling
 
@@ -96,7 +121,7 @@ def play(engine, clock):
         )
         for number, prompt in enumerate(PROMPTS)
     ]
-    # A string that ends the text in its middle.
+    # A stop string within the completion.
     numbers.append(engine.submit([5, 9], stop_strings=[text[2:4]]))
     for turn in range(40):
         if turn == 1:
@@ -115,8 +140,8 @@ def play(engine, clock):
 
 
 def double_on_mesh(mesh):
-    """Other weights that lie on the mesh, and none of a draft model."""
-    from support.small_attention_model import attention_params
+    """Return other weights placed on the mesh, without a draft model's."""
+    from support.models.small_attention_model import attention_params
 
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -128,7 +153,7 @@ def double_on_mesh(mesh):
 
 
 def assert_same(found, wanted):
-    """Tokens, reasons, texts and versions are; logprobs within float32's sums."""
+    """Assert equal completions, and logprobs within float32 summation error."""
     for ours, theirs in zip(sum(found, []), sum(wanted, []), strict=True):
         logprobs = ours.logprobs, theirs.logprobs
         np.testing.assert_allclose(*logprobs, atol=2e-5, rtol=0)
@@ -136,8 +161,8 @@ def assert_same(found, wanted):
         assert apart[0] == apart[1]
 
 
-def lead(engine, mesh, clock):
-    """Play on both engines; use the other faces; leave nothing."""
+def lead(engine, drafter, mesh, clock):
+    """Run on both engines, use the other interfaces, and leave no request."""
     import jkv
 
     assert engine.warm_up() == 3
@@ -150,14 +175,19 @@ def lead(engine, mesh, clock):
         "DEADLINE",
     }, reasons
     alone_clock = Clock()
-    alone = make_engine(None, alone_clock)
+    alone = make_engine(None, alone_clock, drafter)
     assert_same(found, play(alone, alone_clock))
+    stats, counts = engine.stats(), alone.stats()
+    if drafter is not None:
+        assert stats.draft_tokens > stats.accepted_tokens > 0
+        assert stats.draft_tokens == counts.draft_tokens
+        assert stats.accepted_tokens == counts.accepted_tokens
     jkv.check(alone.cache)
     assert int(jkv.num_free_blocks(engine.cache)) == 16
     engine.close()
     engine.close()  # the second says nothing
 
-    # The second follows again, and is released while a text is under way.
+    # The second process follows again, and is released during a request.
     async def read_some():
         engine.submit([3, 1])
         async for _ in engine.astream([5, 9, 5]):
@@ -171,18 +201,18 @@ def lead(engine, mesh, clock):
         assert_same([engine.generate(PROMPTS[:3])], [wanted])
 
 
-def assert_refused(call, says):
-    """A call raises the expected error."""
+def assert_refused(call, message):
+    """Assert that a call raises the expected error."""
     try:
         call()
     except ValueError as error:
-        assert says in str(error), error
+        assert message in str(error), error
     else:
-        raise AssertionError(f"not refused: {says}")
+        raise AssertionError(f"not refused: {message}")
 
 
 def misuse(engine, mesh, process):
-    """Invalid calls raise errors by name, on each process."""
+    """Assert that invalid calls raise on each process."""
     from jkv.serving import KeptPrograms
 
     if process == 0:
@@ -211,14 +241,15 @@ def misuse(engine, mesh, process):
 
 
 def main(process, axes):
-    """Make the engine as the other process does, and do this one's part."""
+    """Create the engine as the other process does, and run this process's part."""
     devices = np.asarray(jax.devices()).reshape((2,) * len(axes))
     mesh = jax.sharding.Mesh(devices, axes, (AxisType.Auto,) * len(axes))
     clock = Clock()
-    engine = make_engine(mesh, clock)
+    drafter = make_drafter(axes)
+    engine = make_engine(mesh, clock, drafter)
     misuse(engine, mesh, process)
     if process == 0:
-        lead(engine, mesh, clock)
+        lead(engine, drafter, mesh, clock)
     else:
         engine.follow()
         engine.follow(find_params=lambda: double_on_mesh(mesh))
@@ -240,7 +271,7 @@ if __name__ == "__main__":
     try:
         main(number, axes)
     except BaseException:
-        # At once: the end that Python makes would wait for the other process.
+        # Exit immediately: Python's shutdown would wait for the other process.
         traceback.print_exc()
         os._exit(1)
     print("done", flush=True)

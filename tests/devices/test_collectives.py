@@ -7,8 +7,8 @@ from jkv.commands.report import Report
 
 
 @pytest.mark.one_end
-def test_each_collective_is_tried_between_all_devices():
-    """In a process of its own, which sees the same devices."""
+def test_each_collective_runs_on_all_devices():
+    """The collectives run in a separate process with the same devices."""
     report = Report()
     check_collectives(report)
     assert [each["what"].split()[0] for each in report.findings] == [*COLLECTIVES]
@@ -16,7 +16,7 @@ def test_each_collective_is_tried_between_all_devices():
 
 
 @pytest.mark.one_end
-def test_wrong_numbers_are_an_error(monkeypatch):
+def test_wrong_results_are_an_error(monkeypatch):
     keep = {"all-to-all": lambda row: row}
     monkeypatch.setattr("jkv.commands.collectives.COLLECTIVES", keep)
     with pytest.raises(ValueError, match="all-to-all returned wrong numbers"):

@@ -1,4 +1,4 @@
-"""One sequence over several devices: the tokens of each block spread over an axis."""
+"""Context parallelism: the tokens of each block are sharded over an axis."""
 
 import functools
 import itertools
@@ -10,8 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt
+from support.models.sharded_model import (
+    NUM_ROWS,
+    TOKENS,
+    TWO_AXES,
+    arrays_joined,
+    joined,
+)
 from support.paths import ROOT
-from support.sharded_model import NUM_ROWS, TOKENS, TWO_AXES, arrays_joined, joined
 from support.tolerances import assert_close, is_close
 
 import jkv
@@ -19,7 +25,7 @@ import jkv
 
 @functools.cache
 def make_rows(config, num_rows=NUM_ROWS):
-    """Keys and values, queries of four times as many heads, and sinks."""
+    """Return keys and values, queries of four times as many heads, and sinks."""
     rng = np.random.default_rng(1)
     heads, width = config.num_kv_heads, config.head_dim
     shapes = [(num_rows, heads, width)] * 2 + [(num_rows, 4 * heads, width)]
@@ -28,7 +34,7 @@ def make_rows(config, num_rows=NUM_ROWS):
 
 @jax.jit
 def share(cache, keys, values):
-    """A prompt that two sequences share, which one of them cuts."""
+    """Return a prompt shared by two sequences, one of which is truncated."""
     cache, _ = jkv.allocate(cache, [0])
     cache, batch = jkv.append(cache, [0], [11], capacity=NUM_ROWS)
     cache = jkv.write(cache, 1, batch, values, -keys)
@@ -41,14 +47,14 @@ LAYOUT = TOKENS._replace(heads="repeated")
 
 @functools.cache
 def make_call(is_alone):
-    """Two sequences on a device or on the mesh, and rows to attend to them."""
+    """Return two sequences on one device or on the mesh, and rows to attend with."""
     rows = make_rows(LAYOUT.config)
     cache = jkv.init(LAYOUT.config) if is_alone else LAYOUT.init()
     return share(cache, *rows[:2]), *rows
 
 
 def attend_shared(cache, keys, values, queries, sinks, implementation=None):
-    """A chunk and a token of each of two, behind their shared prefix."""
+    """Attend with a chunk and a single token after the shared prefix."""
     cache, batch = jkv.append(cache, [0, 1], [7, 1], capacity=NUM_ROWS)
     cache = jkv.write(cache, 1, batch, keys, -values)
     options = dict(soft_cap=2.0, sinks=sinks, implementation=implementation)
@@ -60,7 +66,7 @@ WAYS = [(None, False), (None, True), ("pallas", True)]
 
 
 @pytest.mark.parametrize("implementation, is_manual", dealt(WAYS, share=3))
-def test_windows_caps_and_sinks_join_exactly(implementation, is_manual):
+def test_windows_caps_and_sinks_equal_one_device(implementation, is_manual):
     """Under jit, and in the user's own `shard_map`; a sink is counted once."""
     call = make_call(is_alone=False)
     function = functools.partial(attend_shared, implementation=implementation)
@@ -80,6 +86,15 @@ def test_windows_caps_and_sinks_join_exactly(implementation, is_manual):
     assert arrays_joined(compiled) == twice + twice
 
 
+@pytest.mark.one_end
+@pytest.mark.parametrize("sizes", [(), (1,), (3,)])
+def test_sinks_of_another_shape_are_refused(sizes):
+    """The join of the devices' results adds the sinks, and could broadcast them."""
+    cache, *rows, _ = make_call(is_alone=False)
+    with pytest.raises(ValueError, match=r"sinks must be \[H\] with H = "):
+        jax.eval_shape(attend_shared, cache, *rows, np.ones(sizes, np.float32))
+
+
 @functools.cache
 def attend_alone():
     return jax.jit(attend_shared)(*make_call(is_alone=True))
@@ -87,7 +102,7 @@ def attend_alone():
 
 @pytest.mark.one_end
 def test_a_context_of_100k_tokens_on_eight_devices():
-    """A chunk and a step of decoding at its end, against a sum in float64."""
+    """A chunk and a decode step at its end, compared with float64."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=1,
@@ -140,7 +155,7 @@ def test_a_context_of_100k_tokens_on_eight_devices():
 
 
 def attend_dense(query, keys, values, window=0):
-    """One row over the last tokens of one kv head, in float64."""
+    """Attend with one row to the last tokens of one kv head, in float64."""
     values = values[: len(keys)][-window:, 0].astype(np.float64)
     keys = keys[-window:, 0].astype(np.float64)
     weights = np.exp(query.astype(np.float64) @ keys.T / np.sqrt(8))
@@ -149,7 +164,7 @@ def attend_dense(query, keys, values, window=0):
 
 @pytest.mark.one_end
 def test_groups_and_debug_mode_on_a_mesh():
-    """Layers with windows and without, and a mistake that is found."""
+    """Layers with and without windows, and an error that is detected."""
     layers = dict(layer_windows=[8, None], num_kv_heads=2, head_dim=8, step_tokens=8)
     config = jkv.GroupedConfig.for_context_length(
         64, max_sequences=2, block_size=4, dtype="float32", **layers
@@ -171,7 +186,7 @@ def test_groups_and_debug_mode_on_a_mesh():
     outputs = np.asarray(found)
     jkv.check(cache)
     for row, head in itertools.product(range(8), range(2)):
-        # Five rows of one sequence, three of another; two query heads of each kv head.
+        # Five rows of one sequence, three of another; two query heads per kv head.
         seen = keys[5 * (row >= 5) : row + 1, head : head + 1]
         mine = slice(2 * head, 2 * head + 2)
         assert_close(outputs[row, mine], attend_dense(queries[row, mine], seen, seen))
@@ -189,7 +204,7 @@ def test_groups_and_debug_mode_on_a_mesh():
 
 @pytest.mark.one_end
 def test_the_example_of_the_page_runs():
-    """The code of docs/how-to/sharding.md for one sequence over several devices."""
+    """Context parallelism in docs/how-to/sharding.md."""
     page = (ROOT / "docs" / "how-to" / "sharding.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if 'context="cp"' in block)

@@ -1,6 +1,6 @@
-"""A donated step on a mesh: its values, places, collectives and traces.
+"""A donated step on a mesh: values, placement, collectives and traces.
 
-Heads are spread, or the tokens of each block, or both.
+Heads are sharded, or the tokens of each block, or both.
 """
 
 import collections
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from support.compiled_hlo import OPERATION, pool_sized_operations
 from support.jax_versions import dealt
-from support.sharded_model import (
+from support.models.sharded_model import (
     AUTO,
     NUM_HEADS,
     NUM_LAYERS,
@@ -53,7 +53,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", dealt(LAYOUTS, share=3))
 def test_a_donated_step_equals_one_device(name):
-    """Chunks of prompts and single tokens; in place, and only sums cross devices."""
+    """Prefill chunks and single tokens; in place, with sums as the only collectives."""
     layout = LAYOUTS[name]
     cache, weights = layout.init(), place_weights(layout)
     before = cache.storage[0].key_pool.sharding
@@ -61,7 +61,7 @@ def test_a_donated_step_equals_one_device(name):
     cache, logits = play(cache, weights, compiled)
     reference, wanted = play_alone(layout.config)
     assert_near(logits, wanted, layout.dtype)
-    assert np.abs(wanted[0] - wanted[1]).max() > 0.1  # steps do differ
+    assert np.abs(wanted[0] - wanted[1]).max() > 0.1  # steps differ
 
     jkv.check(cache)
     assert jkv.stats(cache) == jkv.stats(reference)
@@ -73,7 +73,7 @@ def test_a_donated_step_equals_one_device(name):
         assert_near(found[:length], keys[:length], layout.dtype)
         assert_near(found_values[:length], values[:length], layout.dtype)
 
-    # Each device has its share, and the metadata whole.
+    # Each device has its shard of the storage, and all metadata.
     assert cache.storage[0].key_pool.sharding.is_equivalent_to(before, 5)
     pools, num_shares = jax.tree.leaves(cache.storage), layout.num_shares
     for pool, alone in zip(pools, jax.tree.leaves(reference.storage), strict=True):
@@ -84,8 +84,8 @@ def test_a_donated_step_equals_one_device(name):
         assert leaf.sharding.is_fully_replicated
     assert_in_place(compiled, cache, num_shares)
 
-    # In the body of the loop over the layers, each once: attention's join where tokens
-    # are sharded, and the model's own sum where heads are.
+    # Each occurs once in the loop over layers: attention's join if tokens are sharded,
+    # and the model's own sum if heads are.
     axes, sums = dict(layout.axes), collections.Counter()
     if "cp" in axes:
         num_heads = NUM_HEADS // axes.get("tp", 1)
@@ -96,7 +96,7 @@ def test_a_donated_step_equals_one_device(name):
 
 
 def assert_in_place(compiled, cache, num_shares):
-    """Nothing as large as a layer's share is made, and the shares are handed on."""
+    """Assert that no array as large as a layer's shard is made; shards alias."""
     pools = jax.tree.leaves(cache.storage)
     layer_size = min(math.prod(pool.shape[1:]) for pool in pools) // num_shares
     assert pool_sized_operations(compiled, layer_size) == []
@@ -107,8 +107,8 @@ def assert_in_place(compiled, cache, num_shares):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_mesh_of_one_device_compiles_as_without_mesh(axis_type):
-    """The same operations on the same shapes, each as often."""
+def test_a_mesh_of_one_device_compiles_like_no_mesh(axis_type):
+    """The same operations on the same shapes, equally often."""
     layout = AUTO._replace(axes=(("tp", 1),), axis_type=axis_type)
     compiled = compile_step(layout.init(), place_weights(layout))
     assert count_operations(compiled) == count_operations(compile_alone(AUTO.config)[0])

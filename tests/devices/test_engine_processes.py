@@ -1,4 +1,4 @@
-"""The engine on several processes: messages from one to the others, and results."""
+"""The engine on several processes: messages to the others, and results."""
 
 import pathlib
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from support.jax_versions import further
-from support.processes import run_pair
+from support.serving.processes import run_pair
 
 from jkv.decoding import GenerationConfig, Sampling
 from jkv.serving import StopSizes
@@ -41,7 +41,7 @@ SIZES = find_sizes(
 @pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
 @pytest.mark.parametrize("axes", ["heads", *further(["context", "heads,context"])])
 def test_an_engine_on_two_processes_equals_one(axes):
-    """The program of each, with its assertions, is in `serving_processes.py`."""
+    """`serving_processes.py` has the program and its assertions."""
     run_pair(SCRIPT, axes)
 
 
@@ -130,5 +130,5 @@ def test_a_window_is_unpacked_as_it_was(counts):
     for ours, theirs in zip(*leaves, strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
-    # A window without a change is a few words, at any sizes.
+    # A window without changes takes a few words, whatever the sizes.
     assert len(pack_window([], 5)) == 2

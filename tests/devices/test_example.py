@@ -1,4 +1,4 @@
-"""A checkpoint with weights that are sharded as they are read."""
+"""A checkpoint whose weights are sharded while they are read."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pretrained
 import pytest
 from generating.options import BUNDLED
 from support.compiled_hlo import ALL_PASSES
-from support.sharded_model import collectives
+from support.models.sharded_model import collectives
 
 import jkv
 
@@ -16,17 +16,17 @@ TOKENS = np.arange(100, 108, dtype=np.int32)
 
 
 def run(model, params, cache):
-    """The logits of a prompt."""
+    """Return the logits of a prompt."""
     cache, batch = jkv.append(jkv.allocate(cache, 0)[0], [0], 8, capacity=8)
     return model(params, TOKENS, cache, batch)[0]
 
 
 @pytest.mark.one_end
 def test_a_model_on_six_devices_has_the_logits_of_one():
-    """Two kv heads, each held by three devices; no matrix of a layer is anywhere whole.
+    """Two kv heads, each held by three devices; no device has a whole matrix.
 
-    After a second matrix that is spread a layer has a sum over the devices; here that
-    is attention's.
+    After its second sharded matrix a layer sums over the devices; here only attention
+    does.
     """
     mesh = pretrained.make_mesh(6)
     model, params = pretrained.load(BUNDLED, mesh=mesh)
@@ -53,7 +53,7 @@ def test_a_model_on_six_devices_has_the_logits_of_one():
 
 
 @pytest.mark.one_end
-def test_devices_that_do_not_fit_are_refused():
+def test_invalid_numbers_of_devices_are_refused():
     with pytest.raises(ValueError, match="there are 8 devices"):
         pretrained.make_mesh(9)
     with pytest.raises(ValueError, match="6 query heads .* 4 devices"):

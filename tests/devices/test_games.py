@@ -1,4 +1,4 @@
-"""Random games on a mesh, against the oracle: heads held twice, and blocks in parts."""
+"""Random operations on a mesh against the oracle: replicated heads, sharded blocks."""
 
 import re
 
@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from support.random_operations import SHAPES, Game, make_verbs
-from support.random_pruning import PruneGame, make_pruning_verbs
+from support.caches.random_operations import SHAPES, Game, make_verbs
+from support.caches.random_pruning import PruneGame, make_pruning_verbs
 from support.small_caches import small_config
 
 import jkv
@@ -66,7 +66,7 @@ def test_a_context_axis_refuses_to_prune():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.one_end
 def test_heads_keep_their_own_tokens_in_jit_on_a_mesh(axis_type):
-    """No collective is compiled, and rows are those of one device."""
+    """No collective is compiled, and rows equal those of one device."""
     config = small_config(num_kv_heads=2, pruning=True)
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("tp",), (axis_type,))
     rng = np.random.default_rng(2)

@@ -1,4 +1,4 @@
-"""Derivatives of attention where its heads, or the tokens of a block, are spread."""
+"""Gradients of attention with sharded heads, or sharded tokens of blocks."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from support.jax_versions import dealt
-from support.sharded_model import AUTO
+from support.models.sharded_model import AUTO
 from support.tolerances import assert_close, is_close
 
 import jkv
@@ -19,7 +19,7 @@ CONFIG = dataclasses.replace(AUTO.config, num_layers=1, num_blocks=12, block_siz
 
 
 def loss(rows, cache, implementation=None):
-    """Of a step with a chunk and a token, in which all tokens are seen."""
+    """Return a loss over a step of a chunk and a token, which attend to all tokens."""
     keys, values, queries, sinks = rows
     cache, _ = jkv.allocate(cache, [0, 0])
     cache, batch = jkv.append(cache, [0, 1], [8, 1], capacity=NUM_ROWS)
@@ -42,14 +42,14 @@ def differentiate_alone():
 
 
 def through_jkv(implementation=None):
-    """Four devices have other heads, and two of each halves of blocks."""
+    """Four devices have different heads, and pairs of them half of each block."""
     mesh = AUTO._replace(axes=(("tp", 4), ("cp", 2))).mesh
     cache = jkv.init(CONFIG, mesh=mesh, heads="tp", context="cp")
     return jax.jit(jax.grad(loss), static_argnums=2)(make_rows(), cache, implementation)
 
 
 def in_shard_map(implementation=None):
-    """In a `shard_map` of the user's own each device differentiates its heads."""
+    """In the user's own `shard_map`, each device differentiates its heads."""
     cache = jkv.init(CONFIG, mesh=AUTO.mesh, heads="tp")
     heads = PartitionSpec(None, "tp")
     specs = [heads, heads, heads, PartitionSpec("tp")]

@@ -1,11 +1,11 @@
-"""Groups of layers on a mesh: each with its own kv heads, and pools of its own."""
+"""Groups of layers on a mesh: each with its own kv heads and pools."""
 
 import functools
 
 import jax
 import numpy as np
 import pytest
-from support.sharded_model import Layout
+from support.models.sharded_model import Layout
 
 import jkv
 
@@ -17,7 +17,7 @@ AXES = dict(heads="tp", pools="dp")
 
 
 def config_of(**changes):
-    """A layer with a window and two kv heads, one without and with four."""
+    """Return a windowed layer with two kv heads, and a full one with four."""
     sizes = dict(
         num_layers=1,
         head_dim=8,
@@ -43,7 +43,7 @@ def grow(cache, seq_ids, keys):
 
 @functools.cache
 def pools_and_rows():
-    """A cache with tokens of its own on each rank, and their keys."""
+    """Return a cache with different tokens on each rank, and their keys."""
     cache = jkv.init(config_of(), mesh=LAYOUT.mesh, **AXES)
     rng = np.random.default_rng(2)
     keys = rng.standard_normal((2, 8, 4, 8), np.float32)
@@ -53,7 +53,7 @@ def pools_and_rows():
     return cache, keys
 
 
-def test_each_group_lies_on_the_mesh_by_its_own_heads():
+def test_each_group_is_sharded_by_its_own_heads():
     cache, _ = pools_and_rows()
     windowed, full = cache.storage
     assert [each.sharding.copies for each in cache.storage] == [2, 1]
@@ -65,7 +65,7 @@ def test_each_group_lies_on_the_mesh_by_its_own_heads():
     assert tables.sharding.shard_shape(tables.shape) == (1, 2, 4)
 
 
-def test_each_rank_is_a_cache_of_groups_of_its_own():
+def test_each_rank_is_a_separate_grouped_cache():
     cache, keys = pools_and_rows()
     alone = jkv.init(config_of())
     ranks = jkv.split_pools(cache)
@@ -79,7 +79,7 @@ def test_each_rank_is_a_cache_of_groups_of_its_own():
             np.testing.assert_array_equal(values[:length], 2 * of_rank[:5, :heads])
 
 
-def test_each_rank_finds_its_own_prompts_again():
+def test_each_rank_has_its_own_prefix_cache():
     config = config_of(prefix_caching=True)
     cache = jkv.init(config, mesh=LAYOUT.mesh, **AXES)
     prompts = np.int32([[[1, 2, 3, 4, 5, 6]], [[7, 8, 9, 10, 11, 12]]])
@@ -116,7 +116,7 @@ def test_partition_specs_match_the_cache():
             assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
 
 
-def test_heads_that_do_not_fit_are_refused_by_group():
+def test_indivisible_heads_are_refused_by_group():
     full = jkv.CacheConfig(
         **dict(num_layers=1, num_kv_heads=3, head_dim=8, num_blocks=8, block_size=4),
         **dict(max_sequences=2, max_context_length=16),

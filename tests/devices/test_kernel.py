@@ -1,4 +1,4 @@
-"""The kernels where heads are spread: interpreted on a CPU, lowered for ROCm GPUs."""
+"""Kernels with sharded heads: interpreted on a CPU, lowered for ROCm GPUs."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
+from support.attention.kernel_lowering import find_kernels, mesh_of_cards, shape
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import IS_NEWEST, dealt
-from support.kernel_lowering import find_kernels, mesh_of_cards, shape
-from support.sharded_model import AUTO, REPEATED, collectives
+from support.models.sharded_model import AUTO, REPEATED, collectives
 from support.tolerances import assert_close, is_close
 
 import jkv
@@ -23,7 +23,7 @@ from jkv.verbs import writing
 
 
 def attend_step(cache, rows, queries, implementation=None):
-    """Prompts of five tokens and of one in a step, one layer."""
+    """Attend with prompts of five tokens and of one, in one layer."""
     cache, _ = jkv.allocate(cache, [0, 0])
     cache, batch = jkv.append(cache, [0, 1], [5, 1], capacity=6)
     cache = jkv.write(cache, 1, batch, rows, -rows)
@@ -61,7 +61,7 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
 
 @pytest.mark.parametrize("dtype", dealt(["bfloat16", "int8", "float32"]))
 def test_each_device_stores_its_shard(dtype, monkeypatch):
-    """Two kv heads of four, and half of the tokens of each block, by the kernel."""
+    """Two of four kv heads, and half of the tokens of each block, by the kernel."""
     config = dataclasses.replace(
         AUTO.config, num_kv_heads=4, num_blocks=4, dtype=dtype, value_head_dim=None
     )
@@ -86,7 +86,7 @@ def test_each_device_stores_its_shard(dtype, monkeypatch):
     wanted = jax.jit(store)(jkv.init(config))
     monkeypatch.setenv(writing.WRITE_SWITCH, "0")
     scattered = jax.jit(lambda cache: store(cache))(jkv.init(config))
-    assert len(launched) == 2  # of the mesh, and of a device alone
+    assert len(launched) == 2  # on the mesh, and on one device
     for name, array in scattered.items():
         assert np.asarray(array).any()
         for other in (found, wanted):
@@ -98,7 +98,7 @@ MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
 
 @pytest.mark.parametrize("axis_type, context", dealt(MESHES, turn=2, share=4), ids=str)
 def test_each_gpu_launches_the_kernel_for_its_shard(axis_type, context):
-    """Without a word from the user: eight ROCm GPUs, each with one of eight heads.
+    """Eight ROCm GPUs with one of eight heads each, without user options.
 
     Or pairs of GPUs with two heads each; both have half of every block.
     """
@@ -123,14 +123,14 @@ def test_each_gpu_launches_the_kernel_for_its_shard(axis_type, context):
 
     lowered = lower(None)
     *stores, decode, join, prefill, isolate = find_kernels(lowered)
-    # By jkv's own lowering they are the same.
+    # jkv's own lowering gives the same kernels.
     assert find_kernels(lower("triton"))[-4:] == [decode, join, prefill, isolate]
     names = [kernel.name for kernel in (decode, join, prefill, isolate)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
-    # Rows are stored by a kernel where the GPU is known, as it is from JAX 0.11 on.
+    # A kernel stores rows if the GPU is known, as it is from JAX 0.11 on.
     assert [store.name for store in stores] == ["jkv_store"] * IS_NEWEST
     for store in stores:
         assert store.grid == (6, context, 1)  # rows, kv heads of a GPU
-    # One kv head, and its four query heads, or two.
+    # One kv head with its four query heads, or two.
     assert join.grid[1] == 4 * context
     assert lowered.as_text().count("stablehlo.all_reduce") == (2 if context > 1 else 0)

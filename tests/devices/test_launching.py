@@ -1,6 +1,6 @@
-"""`multiprocess.py`: its options, the ends of its children, and its address.
+"""`multiprocess.py`: its options, the exit of its children, and its address.
 
-Here, as `tools/` has a module of the name of its package: this is another process.
+In this folder, as `tools/` has a module of the same name: this is another process.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.exit(launch(argparse.Namespace(state=sys.argv[1], **sizes)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_ends_its_children(tmp_path, number):
+def test_a_signal_to_the_launcher_stops_its_children(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = subprocess.Popen(
@@ -44,19 +44,19 @@ def test_a_signal_to_the_launcher_ends_its_children(tmp_path, number):
     )
     assert launcher.stdout.readline() == "waiting\n"
     launcher.send_signal(number)
-    _, said = launcher.communicate(timeout=30)
-    *started, last = said.splitlines()
+    _, output = launcher.communicate(timeout=30)
+    *started, last = output.splitlines()
     assert launcher.returncode == 128 + number
     assert last == f"launcher: ended by {signal.Signals(number).name}"
     pids = [int(line.rpartition(" ")[2]) for line in started]
-    assert len(pids) == 2  # it was not started again
+    assert len(pids) == 2  # it was not restarted
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_the_coordinator_is_bound_to_the_address_given(monkeypatch, process):
+def test_the_coordinator_is_bound_to_the_given_address(monkeypatch, process):
     """JAX would bind it to all interfaces."""
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **all: given.update(all))
@@ -76,7 +76,7 @@ def test_auto_coordinator_passes_no_process_arguments(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         ("--num-processes 0", "--num-processes must be at least 1"),
         ("--heartbeat 0", "--heartbeat must be at least 1"),
@@ -89,30 +89,30 @@ def test_auto_coordinator_passes_no_process_arguments(monkeypatch):
         ("--tensor-parallel 3", "must divide the 4 devices"),
     ],
 )
-def test_bad_values_are_answered_in_one_line(monkeypatch, capsys, arguments, says):
+def test_bad_values_are_reported_in_one_line(monkeypatch, capsys, arguments, message):
     given = ["multiprocess.py", "--state", "x", *arguments.split()]
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
         options.parse_arguments("a test")
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and says in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and message in output and output.count("\n") == 1
 
 
 @pytest.mark.parametrize("coordinator", ["localhost:0", "10.0.0.7:80", "[::1]:8476"])
-def test_addresses_that_are_some(coordinator):
+def test_valid_addresses(coordinator):
     assert options.address(coordinator) == coordinator
 
 
 @pytest.mark.parametrize(
-    "arguments, status, says",
+    "arguments, status, message",
     [(["--help"], 0, "usage: multiprocess.py"), (["--state", __file__], 1, "error: ")],
 )
-def test_the_script_answers_help_and_a_file_that_is_no_folder(
-    monkeypatch, capsys, arguments, status, says
+def test_help_and_a_file_instead_of_a_folder(
+    monkeypatch, capsys, arguments, status, message
 ):
     monkeypatch.setattr(launching, "start", lambda *_: pytest.fail("too early"))
     monkeypatch.setattr(sys, "argv", ["multiprocess.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / "multiprocess.py"), run_name="__main__")
-    said = capsys.readouterr()
-    assert ended.value.code == status and (said.out + said.err).startswith(says)
+    output = capsys.readouterr()
+    assert ended.value.code == status and (output.out + output.err).startswith(message)

@@ -1,4 +1,4 @@
-"""Masks within a step on a mesh: heads are divided, a context axis is refused."""
+"""Masks within a step on a mesh: heads are sharded, a context axis is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def make_config() -> jkv.CacheConfig:
 
 
 def run(cache):
-    """A prompt with a span, a tree behind it, one path kept, a row that only reads."""
+    """Run a prompt with a span, then a tree, of which one path is kept, and peek."""
     rng = np.random.default_rng(0)
 
     def draw(rows, heads):
@@ -48,7 +48,7 @@ def run(cache):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_divided_heads_equal_one_device(axis_type):
+def test_sharded_heads_equal_one_device(axis_type):
     expected, _ = jax.jit(run)(jkv.init(make_config()))
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(axis_type,))
     cache = jkv.init(make_config(), mesh=mesh, heads="tp")

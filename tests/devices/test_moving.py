@@ -1,4 +1,4 @@
-"""Caches on a mesh that leave it, return to another, or change their size."""
+"""Caches on a mesh: swapping, saving and resizing."""
 
 import dataclasses
 
@@ -6,25 +6,25 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from support.sharded_model import AUTO, REPEATED, Layout
+from support.models.sharded_model import AUTO, REPEATED, Layout
 from support.small_caches import without_refusals
 
 import jkv
 
-# Heads held twice, on pairs of devices that have half of every block each.
+# Replicated heads, on pairs of devices that have half of every block each.
 MESH = Layout("repeated", (("tp", 4), ("cp", 2)), AxisType.Explicit, "int8")
 WHERE = dict(mesh=MESH.mesh, heads="tp", context="cp")
 LAYER = np.int32(1)
 
 
 def small(layout, **changes):
-    """The layout's configuration with few blocks, and tokens."""
+    """Return the layout's configuration with few blocks and recorded tokens."""
     changes |= dict(num_blocks=12, record_tokens=True)
     return dataclasses.replace(layout.config, **changes)
 
 
 def filled(layout, where):
-    """A cache with two sequences that share a block, one with a hole before it."""
+    """Return a cache with two sequences that share a block, after a hole."""
     config = small(layout)
     cache = jkv.init(config, **where)
     cache, opened = jkv.allocate(cache, [8, 0])
@@ -42,7 +42,7 @@ def filled(layout, where):
 
 
 def contents(cache):
-    """The rows of the second layer, and the metadata: no trace of a mesh."""
+    """Return the rows of the second layer, and the metadata."""
     rows = [jkv.read(cache, LAYER, seq_id)[:2] for seq_id in (1, 2)]
     return [np.asarray(leaf) for leaf in jax.tree.leaves((rows, cache.metadata))]
 
@@ -53,8 +53,8 @@ def same(one, other):
 
 
 @pytest.mark.one_end
-def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
-    """swap, save and load, compact, resize: the same bits, and the same shares."""
+def test_moving_on_a_mesh_equals_one_device(tmp_path):
+    """swap, save and load, compact, resize: bit-identical, with the same sharding."""
     alone, cache = filled(MESH, {}), filled(MESH, WHERE)
     same(cache, alone)
     spread = cache.storage[0].key_pool.sharding
@@ -64,7 +64,7 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
         assert cache.storage[0].key_pool.sharding.is_equivalent_to(spread, 5)
         jkv.check(cache)
 
-    # A file of the mesh is the file of one device, and loads anywhere.
+    # The file equals that of one device, and can be loaded anywhere.
     one, other = tmp_path / "one", tmp_path / "other"
     jkv.save(one, alone)
     jkv.save(other, cache)
@@ -77,7 +77,7 @@ def test_moving_on_a_mesh_is_moving_on_a_device(tmp_path):
     assert again.sharding == cache.sharding
     assert without_refusals(again) == without_refusals(cache)
 
-    # Sequences leave the mesh for a device, and come back.
+    # Sequences are swapped from the mesh to one device, and back.
     cache, swapped = jkv.swap_out(cache, [1, 2])
     alone, swapped_alone = jkv.swap_out(alone, [1, 2])
     for found, wanted in zip(
@@ -116,12 +116,12 @@ def test_configurations_that_do_not_divide_over_a_mesh_are_refused():
 
 
 @pytest.mark.one_end
-def test_without_an_axis_all_is_everywhere():
-    """An axis of one device, or none, divides nothing, and nothing is remembered."""
+def test_without_a_sharded_axis_all_arrays_are_replicated():
+    """An axis of one device, or none, shards nothing; the mesh is recorded."""
     one = Layout("sharded", (("dp", 8), ("tp", 1)), AxisType.Auto)
     for options in ({"heads": "tp"}, {"context": "tp"}, {}):
         cache = jkv.init(small(one), mesh=one.mesh, **options)
-        assert cache.sharding is None
+        assert cache.sharding.axes == () and cache.sharding.mesh == one.mesh
         for leaf in jax.tree.leaves(cache):
             assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
         specs = jkv.partition_specs(small(one), mesh=one.mesh, **options)

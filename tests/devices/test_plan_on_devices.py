@@ -1,4 +1,4 @@
-"""The sizes by `jkv.plan` for a mesh equal the devices' own."""
+"""`jkv.plan`'s sizes for a mesh equal the devices' own."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from support.config_json import folder
+from support.checkpoints.config_json import folder
 
 import jkv
 from jkv.commands.capacity import make_plan
@@ -46,7 +46,7 @@ def bytes_on_devices(cache):
 
 
 def init_whole(config, sizes, num_kv_heads):
-    """A cache on a mesh, for all heads of the model."""
+    """Create a cache on a mesh, for all heads of the model."""
     groups = tuple(
         dataclasses.replace(group, num_kv_heads=num_kv_heads)
         for group in as_grouped(config).groups
@@ -81,7 +81,7 @@ def test_device_bytes_equal_the_plan(tmp_path, layers, name):
     assert plan.cache_bytes + 1.5 * each > plan.budget
 
 
-def test_blocks_that_devices_cannot_share_are_refused(tmp_path):
+def test_indivisible_block_sizes_are_refused(tmp_path):
     path = folder(tmp_path, **SMALL)
     given = dict(weights=WEIGHTS, context_parallel=3)
     with pytest.raises(ValueError, match="context_parallel=3, got 16; use 48"):
@@ -95,11 +95,11 @@ def test_blocks_that_devices_cannot_share_are_refused(tmp_path):
 def test_the_report_lists_replicated_arrays(tmp_path):
     path = folder(tmp_path, **SMALL)
     sizes = dict(tensor_parallel=2, context_parallel=4, data_parallel=3)
-    said = make_plan(path, MEMORY, weights=WEIGHTS, **sizes).report().splitlines()
-    assert said[0] == "memory      2.0 MiB on each of 8 devices of each of 3 replicas"
-    assert "256.0 KiB weights" in said[1]
-    assert said[2].startswith("4 devices   3 layers, 2 kv heads of 8, float32")
-    (each,) = (line for line in said if line.startswith("on each"))
+    output = make_plan(path, MEMORY, weights=WEIGHTS, **sizes).report().splitlines()
+    assert output[0] == "memory      2.0 MiB on each of 8 devices of each of 3 replicas"
+    assert "256.0 KiB weights" in output[1]
+    assert output[2].startswith("4 devices   3 layers, 2 kv heads of 8, float32")
+    (each,) = (line for line in output if line.startswith("on each"))
     assert each.endswith(": of each block 1/4, the metadata whole")
     # Keys and values of 3 layers, 4 heads of 8 floats; a device has an eighth.
-    assert "per token   768 B, 96 B on each" in said
+    assert "per token   768 B, 96 B on each" in output

@@ -28,7 +28,8 @@ CONFIG = jkv.CacheConfig(
 )
 IDS = np.int32([[0, 1], [1, -1]])
 ONE = np.int32([0, 1])  # a number for each rank
-# Functions that take a cache with pools as it is.
+OBSERVED = dict(pruning=True, observed_queries=2)
+# Functions that accept a cache with pools.
 WHOLE = {"generate", "load", "partition_specs", "raise_for_status", "save"}
 # Called through over_pools: arguments of each rank, and arguments of all.
 OF_RANKS = {
@@ -53,11 +54,17 @@ OF_RANKS = {
     "match": ([np.ones((2, 1, 6), np.int32)], dict(salts=3)),
     "next_positions": ([], {}),
     "num_free_blocks": ([], {}),
+    "overwrite": (
+        [0 * ONE, IDS, 0 * IDS, *[np.ones((2, 2, 1, 8), np.float32)] * 2],
+        {},
+    ),
     "peek": ([IDS], dict(num_rows=2)),
     "prune": ([IDS, np.int32([[[0, 2]] * 2] * 2), IDS], {}),
     "read": ([0 * ONE, ONE], dict(return_start=True)),
+    "read_queries": ([0 * ONE, IDS], {}),
     "read_slot": ([0 * ONE, ONE, ONE], {}),
     "reorder": ([IDS, IDS], {}),
+    "scrub": ([], {}),
     "slots": ([IDS, IDS], {}),
     "snapshots": ([ONE], {}),
     "split_pools": None,
@@ -86,17 +93,19 @@ IN_STEPS = {
     "page_table",
     "commit",
     "keep_rows",
+    "observe",
+    "record",
     "add_prompts",
     "cancel",
     "preempt",
 }
-# Functions on layers with a state: `test_states_on_devices.py` has a model's steps.
+# Functions of recurrent layers: `test_states_on_devices.py` has a model's steps.
 IN_STEPS |= {"fold_state", "read_state", "read_pending", "write_state"}
 CACHE_LATER = {"beam_search", "extend", "begin", "prefill", "decode"}
 
 
 def find_functions():
-    """The public functions with a cache, by name."""
+    """Return the public functions with a cache argument, by name."""
     both = {name: getattr(jkv, name) for name in jkv.__all__}
     both |= {name: getattr(jkv.decoding, name) for name in jkv.decoding.__all__}
     return {
@@ -112,7 +121,7 @@ def init(**changes):
     return jkv.init(config, mesh=MESH, pools="dp")
 
 
-def test_every_public_function_is_tried_here():
+def test_every_public_function_is_covered():
     named = WHOLE | OF_RANKS.keys() | ON_HOST.keys() | IN_STEPS | CACHE_LATER
     assert named == find_functions().keys()
 
@@ -120,7 +129,8 @@ def test_every_public_function_is_tried_here():
 @pytest.mark.parametrize("name", [name for name, how in OF_RANKS.items() if how])
 def test_a_verb_is_called_through_over_pools(name):
     function, (arguments, whole) = find_functions()[name], OF_RANKS[name]
-    cache = jax.eval_shape(functools.partial(init, pruning=name == "prune"))
+    changes = {"prune": dict(pruning=True), "read_queries": OBSERVED}.get(name, {})
+    cache = jax.eval_shape(functools.partial(init, **changes))
     over = jkv.over_pools(function)
     answer = jax.eval_shape(functools.partial(over, **whole), cache, *arguments)
     assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(answer))
@@ -131,7 +141,7 @@ def test_a_verb_is_called_through_over_pools(name):
 @pytest.mark.parametrize(
     "name", [n for n, given in ON_HOST.items() if given is not None]
 )
-def test_a_function_of_the_host_takes_a_copy(name):
+def test_a_host_function_accepts_a_split_pool(name):
     function, arguments = find_functions()[name], ON_HOST[name]
     cache = init()
     with pytest.raises(ValueError, match=r"jkv.split_pools\(cache\) returns a copy"):
@@ -141,7 +151,7 @@ def test_a_function_of_the_host_takes_a_copy(name):
 
 
 def count_on(params, tokens, cache, batch):
-    """A model that writes and attends, with the next token one more."""
+    """A model that writes and attends, and whose next token is the token plus one."""
     rows = params["rows"].at[tokens].get(mode="clip")[:, None]
     cache = jkv.write(cache, 0, batch, rows, rows)
     seen = jkv.attend(cache, 0, batch, rows)
@@ -150,7 +160,7 @@ def count_on(params, tokens, cache, batch):
 
 
 def place_params():
-    """Weights that lie on the mesh, spread over its other axis."""
+    """Return weights on the mesh, sharded over its other axis."""
     rows = np.arange(128, dtype=np.float32).reshape(16, 8) / 64
     where = NamedSharding(MESH, PartitionSpec("tp"))
     return {"rows": jax.device_put(rows, where)}
@@ -167,7 +177,7 @@ def play_extend(cache, prompts, *, params, model):
 
 
 def play_windows(cache, prompts, *, params, model):
-    """The other functions that take their cache later, and functions of states."""
+    """Call the other functions that take their cache later, and functions of states."""
     options = dict(max_new_tokens=3, max_running=2)
     state = jkv.decoding.begin(model, params, cache, prompts, **options)
     state = jkv.decoding.add_prompts(cache, state, [0], prompts[:1] + 1)
@@ -200,25 +210,16 @@ def test_cache_last_functions_suggest_a_step(name):
         find_functions()[name](count_on, None, init(), PROMPTS, max_new_tokens=3)
 
 
-def test_a_draft_has_one_cache_for_all_ranks():
-    draft = jkv.DraftModel(model=count_on, params=None, cache=init())
-
-    def guess(cache, params, draft):
-        options = dict(max_new_tokens=3, speculate=draft)
-        return jkv.generate(count_on, params, cache, [[1]], **options)
-
-    with pytest.raises(ValueError, match="make it without pools=, on the whole mesh"):
-        jax.eval_shape(guess, init(), place_params(), draft)
-
-
 def take_step(cache, tokens, *, params, capacity):
-    """Two sequences grow by three tokens and by two."""
+    """Append three tokens to one sequence and two to another."""
     cache, opened = jkv.allocate(cache, [0, 0])
     counts = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
     cache, batch = jkv.append(cache, opened.seq_ids, counts, capacity=capacity)
     rows = params["rows"].at[tokens.reshape(-1)].get(mode="clip")[:, None]
     cache = jkv.write(cache, 0, batch, rows, 2 * rows)
+    cache = jkv.observe(cache, 0, batch, rows)
     seen = jkv.attend(cache, 0, batch, rows)
+    cache = jkv.record(cache, batch, tokens.reshape(-1))
     pages = jkv.page_table(cache, batch)
     numbers = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     kept = jnp.where(numbers[None] < counts[:, None], numbers[None], -1)
@@ -226,8 +227,8 @@ def take_step(cache, tokens, *, params, capacity):
     return jkv.commit(cache, batch), seen, pages
 
 
-def test_a_step_gets_placed_weights_whole():
-    """Beside numpy: rows of two texts that see themselves and the rows before them."""
+def test_a_step_receives_sharded_weights_whole():
+    """Compared with numpy, for causal rows of two sequences."""
     params = place_params()
     step = jax.jit(
         jkv.over_pools(take_step), static_argnames="capacity", donate_argnums=0
@@ -237,8 +238,8 @@ def test_a_step_gets_placed_weights_whole():
     rows = np.asarray(params["rows"])
     for prompts, seen in zip(PROMPTS, np.asarray(found), strict=True):
         expected = []
-        for text in prompts:
-            own = rows[text[text >= 0]]
+        for prompt in prompts:
+            own = rows[prompt[prompt >= 0]]
             for place, row in enumerate(own):
                 weights = np.exp(own[: place + 1] @ row / np.sqrt(8))
                 expected.append(weights / weights.sum() @ own[: place + 1] * 2)
@@ -248,11 +249,11 @@ def test_a_step_gets_placed_weights_whole():
     def close_over(cache, tokens):
         return take_step(cache, tokens, params=params, capacity=6)
 
-    with pytest.raises(ValueError, match="mesh"):  # as the docstring says
+    with pytest.raises(ValueError, match="mesh"):  # as documented
         jax.eval_shape(jkv.over_pools(close_over), jax.eval_shape(init), PROMPTS)
 
 
-def test_arguments_that_do_not_fit_are_answered():
+def test_mismatched_arguments_are_refused():
     over, cache = jkv.over_pools(take_step), init()
     with pytest.raises(
         ValueError, match=r"argument 1 .* \[3, 2\].* the 2 ranks of mesh"

@@ -1,6 +1,6 @@
-"""Several processes: the example, killed in the middle, and files of them all.
+"""Several processes: the example, killed midway, and files written by all.
 
-A process starts with the two devices that it asks for, not with the eight of the tests.
+A process starts with two devices, not with the eight of the tests.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from generating.options import BUNDLED
 from jax.sharding import AxisType
-from processes.generation import continue_texts
+from processes.generation import continue_prompts
 from processes.options import PROMPTS
 from support.jax_versions import dealt
+from support.models.sharded_model import Layout
 from support.paths import EXAMPLES
-from support.processes import SECONDS, TESTS, run_pair, start
-from support.sharded_model import Layout
+from support.serving.processes import SECONDS, TESTS, run_pair, start
 from support.small_caches import without_refusals
 from test_moving import filled, small
 
@@ -34,7 +34,7 @@ NEW_TOKENS = 24
 def run(folder, *, deaths=()):
     """Run the example, kill a process after each of the first saves; return its lines.
 
-    It starts again after each death but the last.
+    It restarts after each death but the last.
     """
     options = "--save-every=8", f"--max-new-tokens={NEW_TOKENS}", "--heartbeat=5"
     restarts = f"--restarts={max(len(deaths) - 1, 0)}"
@@ -47,7 +47,7 @@ def run(folder, *, deaths=()):
             lines.append(line.rstrip())
             if found := re.search(r"process \d has pid (\d+)", line):
                 pids.append(int(found[1]))
-            # Once in each attempt: a line may come after the death.
+            # Once per attempt: a line may come after the death.
             attempt = len(pids) // 2
             is_alive = len(deaths) - len(waiting) < attempt
             if line.startswith("saved after") and waiting and is_alive:
@@ -59,25 +59,26 @@ def run(folder, *, deaths=()):
     return lines
 
 
-def assert_said(lines, deaths):
-    """The launcher prints the killed process and the other's end, and starts again."""
-    said = "\n".join(line for line in lines if line.startswith("launcher: "))
+def assert_output(lines, deaths):
+    """Assert that the launcher reports both exits, and restarts."""
+    output = "\n".join(line for line in lines if line.startswith("launcher: "))
     attempts = []
     for death in deaths:
         attempts += [
             r"launcher: process 0 has pid \d+",
             r"launcher: process 1 has pid \d+",
             rf"launcher: process {death} was ended by SIGKILL after [\d.]+ s; .*",
-            # By itself: within the heartbeat's seconds, else the launcher would kill it
+            # By itself, within the heartbeat's seconds; else the launcher would kill
+            # it.
             rf"launcher: process {1 - death} .*ended .* [\d.]+ s later; .*",
             r"launcher: starting again, 1 of 1",
         ]
     attempts[-1] = "launcher: the same command goes on from what was saved"
-    assert re.fullmatch("\n".join(attempts), said), said
+    assert re.fullmatch("\n".join(attempts), output), output
 
 
-def texts_of_one_device(folder):
-    """The same texts, from a device of this process."""
+def output_of_one_device(folder):
+    """Return the completions of one device of this process."""
     options = argparse.Namespace(
         model=BUNDLED,
         state=folder,
@@ -86,20 +87,20 @@ def texts_of_one_device(folder):
         save_every=NEW_TOKENS,
     )
     mesh = jax.make_mesh((1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    return continue_texts(options, mesh)
+    return continue_prompts(options, mesh)
 
 
-# The oldest kills one process after the other, the newest leaves them alone.
+# The oldest JAX kills one process after the other, the newest none.
 @pytest.mark.parametrize("deaths", dealt([(WORKER, COORDINATOR), ()]))
 def test_processes_print_the_output_of_one_device(deaths, tmp_path):
-    """With a process killed in the middle, too: the other ends, none hangs.
+    """Also if a process is killed midway: the other one exits, none hangs.
 
-    Both are started again and continue from the saved state.
+    Both are restarted and continue from the saved state.
     """
     state, steps = tmp_path / "state", 0
     if deaths:
         lines = run(state, deaths=deaths)
-        assert_said(lines, deaths)
+        assert_output(lines, deaths)
         steps = 8 * sum(line.startswith("saved after") for line in lines)
         assert steps >= 16 and f"go on after {steps - 8} steps" in lines
     lines = run(state)
@@ -107,16 +108,16 @@ def test_processes_print_the_output_of_one_device(deaths, tmp_path):
     assert lines[begin] == (f"go on after {steps} steps" if deaths else "begin")
     last = max(i for i, line in enumerate(lines) if line.startswith("saved after"))
     texts = "\n".join(lines[last + 1 :])
-    wanted = texts_of_one_device(tmp_path / "alone")
+    wanted = output_of_one_device(tmp_path / "alone")
     assert texts.strip() == "\n\n".join(wanted).strip()
     assert all(text.startswith(p) for text, p in zip(wanted, PROMPTS, strict=True))
 
 
 @pytest.mark.one_end
 def test_multi_process_files_equal_single_process_files(tmp_path):
-    """Byte by byte, with heads or pools spread over processes; sequences swapped out.
+    """Byte by byte, with heads or pools sharded over processes; swapped sequences, too.
 
-    The program of each process is in `two_processes.py`, which has its own assertions.
+    `two_processes.py` has the program of each process and its assertions.
     """
     layout = Layout("repeated", (("dp", 2), ("tp", 2)), AxisType.Auto, "int8")
     alone = filled(layout, {})
@@ -146,8 +147,8 @@ def test_multi_process_files_equal_single_process_files(tmp_path):
 
 
 @pytest.mark.one_end
-def test_files_of_pools_are_loaded_as_pools(tmp_path):
-    """On as many ranks, of an Explicit axis too; else the error contains the fix."""
+def test_files_of_pools_are_loaded_with_pools(tmp_path):
+    """The number of ranks must be equal; other caches are refused."""
     layout = Layout("sharded", (("dp", 2), ("tp", 4)), AxisType.Explicit)
     path, config = tmp_path / "pools", small(layout)
     cache = jkv.init(config, mesh=layout.mesh, pools="dp")

@@ -1,4 +1,4 @@
-"""Formulas of docs/scale.md beside compiled steps, and the page beside the formulas."""
+"""Formulas of docs/scale.md, compared with compiled steps and with the page."""
 
 import dataclasses
 import re
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.one_end
 
 @pytest.mark.parametrize("kind", ["heads", "few heads"])
 def test_formulas_equal_the_program_compiled_for_eight_devices(kind):
-    """All-reduces and their bytes; weights, cache and tokens of a device, to the byte.
+    """All-reduces and their bytes; weights, cache and tokens per device, exactly.
 
-    Eight kv heads are spread; of two, each is on four devices.
+    Eight kv heads are sharded; of two, each is on four devices.
     """
     step = devices.compile_step(kind, 8)
     count, nbytes = scale.count_sums(step.raw, 8, devices.NUM_ROWS, itemsize=4)
@@ -37,12 +37,12 @@ def test_formulas_equal_the_program_compiled_for_eight_devices(kind):
     share = dataclasses.replace(step.config, num_kv_heads=heads)
     tokens = 4 * devices.NUM_ROWS
     assert step.bytes_given == weights + share.bytes + tokens
-    # One more device would have another share, whole weights do not.
+    # Another number of devices would have another share; replicated weights do not.
     assert whole < weights < scale.count_weights(step.raw, 4, "float32")[0]
 
 
-def test_weights_equal_the_published_parameter_counts():
-    """Parameters as the papers count them, in bfloat16."""
+def test_weights_equal_published_parameter_counts():
+    """Parameters as in the papers, in bfloat16."""
     for model, parameters in (("8B", 8_030_261_248), ("405B", 405_853_388_800)):
         raw = scale.MODELS[f"Llama 3.1 {model}"]
         assert scale.count_weights(raw, 1, "bfloat16")[0] == 2 * parameters
@@ -66,7 +66,7 @@ def test_swapping_moves_the_documented_bytes():
     assert moved == 64 * config.bytes_per_token
 
 
-def test_a_sum_takes_as_long_as_its_bytes_on_the_links():
+def test_all_reduce_time_equals_bytes_over_bandwidth():
     """Eight devices: an eighth to each of seven, twice; four hosts: three quarters."""
     on_host = scale.find_seconds_to_sum(8, 8 * 2**20)
     np.testing.assert_allclose(on_host, 2 * 2**20 / scale.LINK_SPEED)
@@ -74,12 +74,12 @@ def test_a_sum_takes_as_long_as_its_bytes_on_the_links():
     np.testing.assert_allclose(between, 1.5 * 2**20 / scale.NETWORK_SPEED)
 
 
-def test_the_page_has_the_tables_of_the_script():
+def test_the_page_has_the_generated_tables():
     page = (ROOT / "docs" / "scale.md").read_text()
     found = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL))
     assert found == scale.make_tables()
 
 
-def test_four_gpus_are_too_few_for_405b():
+def test_four_gpus_cannot_hold_405b():
     with pytest.raises(ValueError, match="of weights leave nothing for a cache"):
         scale.plan(scale.Layout("Llama 3.1 405B", 1, 4))

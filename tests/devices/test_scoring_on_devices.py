@@ -1,4 +1,4 @@
-"""Scores where the weights' heads are spread: nothing crosses but sums of layers."""
+"""Scores with sharded heads: only the sums of layers cross devices."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt, further
-from support.sharded_model import (
+from support.models.sharded_model import (
     AUTO,
     TWO_AXES,
     WIDTH,
@@ -46,7 +46,7 @@ def find_loss(weights, **where):
 
 @functools.cache
 def alone():
-    """Scores and derivatives on one device."""
+    """Return scores and gradients on one device."""
     weights = jax.device_put(make_weights(8, 16))
     return jax.jit(score)(weights), jax.jit(jax.grad(find_loss))(weights)
 
@@ -56,7 +56,7 @@ LAYOUTS = [AUTO, TWO_AXES, TWO_AXES._replace(axis_type=AxisType.Auto)]
 
 @pytest.mark.parametrize("layout", dealt(LAYOUTS, share=3))
 def test_each_device_attends_with_its_own_heads(layout):
-    """One sum a layer, over the heads; on Explicit axes too."""
+    """One sum per layer, over the heads; on Explicit axes, too."""
     weights, where = place_weights(layout), dict(mesh=layout.mesh, heads="tp")
     call = jax.jit(functools.partial(score, **where))
     compiled = call.lower(weights).compile(ALL_PASSES)
@@ -81,7 +81,7 @@ def test_sharded_score_gradients_equal_one_device(layout):
 @pytest.mark.one_end
 @pytest.mark.further
 def test_exact_scores_on_a_mesh():
-    """Calls of one shape through a cache that is spread alike."""
+    """Calls of one shape through an equally sharded cache."""
     where = dict(mesh=AUTO.mesh, heads="tp")
     exact = functools.partial(score, exact=(4, 8))
     found = jax.jit(functools.partial(exact, **where))(place_weights(AUTO))
@@ -89,7 +89,7 @@ def test_exact_scores_on_a_mesh():
 
 
 @pytest.mark.one_end
-def test_one_of_the_two_is_refused():
+def test_mesh_without_heads_and_heads_without_mesh_are_refused():
     for where in (dict(heads="tp"), dict(mesh=AUTO.mesh)):
         with pytest.raises(
             jkv.UsageError, match="mesh and heads must be given together"

@@ -1,4 +1,4 @@
-"""The servers on two processes: the same texts, and a restart with open requests."""
+"""The servers on two processes: equal completions, and a restart with open requests."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 from support.paths import EXAMPLES
-from support.processes import SECONDS, find_port, start
+from support.serving.processes import SECONDS, find_port, start
 
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.further
@@ -23,14 +23,14 @@ STREAM = dict(stream=True)
 
 
 def write_prompts(path):
-    asked = [{"prompt": each, "max_tokens": 20} for each in PROMPTS * 2]
-    asked[1] |= {"n": 2, "temperature": 0.7}
-    path.write_text("\n".join(map(json.dumps, asked)))
+    fields = [{"prompt": each, "max_tokens": 20} for each in PROMPTS * 2]
+    fields[1] |= {"n": 2, "temperature": 0.7}
+    path.write_text("\n".join(map(json.dumps, fields)))
     return path
 
 
 def run_batch(prompts, results, *options, death=None):
-    """Run `serve_batch.py`; kill a process by its number once there is a result."""
+    """Run `serve_batch.py`; kill a process by its number after the first result."""
     script = EXAMPLES / "serve_batch.py"
     process = start(script, prompts, results, *SIZES, *options)
     watch = threading.Timer(SECONDS, process.kill)
@@ -64,8 +64,8 @@ def run_batch(prompts, results, *options, death=None):
 
 
 @pytest.mark.parametrize("death", [0, 1])
-def test_a_batch_goes_on_after_a_process_has_died(death, tmp_path):
-    """With the open requests; no line is lost, none is there twice."""
+def test_a_batch_continues_after_a_process_died(death, tmp_path):
+    """Including open requests; no line is lost or repeated."""
     prompts = write_prompts(tmp_path / "prompts")
     options = [*PAIR, "--restarts=1", "--logs", tmp_path / "logs"]
     lines, texts = run_batch(prompts, tmp_path / "pair", *options, death=death)
@@ -74,7 +74,7 @@ def test_a_batch_goes_on_after_a_process_has_died(death, tmp_path):
 
 
 def wait_for(address):
-    """Wait until something answers there."""
+    """Wait until the server responds."""
     for _ in range(200):
         try:
             with urllib.request.urlopen(address):
@@ -84,8 +84,8 @@ def wait_for(address):
     raise AssertionError(f"nothing at {address}")
 
 
-def serve_and_ask(options):
-    """Start `serve_http.py`, ask it with OpenAI's client, end it by SIGTERM."""
+def serve_requests(options):
+    """Start `serve_http.py`, send requests with OpenAI's client, stop it by SIGTERM."""
     openai = pytest.importorskip("openai")
     port = find_port()
     process = start(EXAMPLES / "serve_http.py", *SIZES, "--port", port, *options)
@@ -101,30 +101,30 @@ def serve_and_ask(options):
         wait_for(f"{address}/health")
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         (model,) = client.models.list()
-        asked = dict(model=model.id, max_tokens=16, temperature=0)
+        fields = dict(model=model.id, max_tokens=16, temperature=0)
         found = [
-            client.completions.create(prompt=each, **asked).choices[0].text
+            client.completions.create(prompt=each, **fields).choices[0].text
             for each in PROMPTS
         ]
-        stream = client.completions.create(prompt=PROMPTS[0], stream=True, **asked)
+        stream = client.completions.create(prompt=PROMPTS[0], stream=True, **fields)
         found.append("".join(each.choices[0].text for each in stream))
         several = client.completions.create(
             prompt=PROMPTS[1],
             n=2,
             seed=3,
             stop=["e"],
-            **asked | {"temperature": 0.8},
+            **fields | {"temperature": 0.8},
         )
         found += [each.text for each in several.choices]
         processor = client.completions.create(
             prompt=PROMPTS[2],
             extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
-            **asked,
+            **fields,
         )
         assert processor.choices[0].text in ("yes", "no")
         found.append(processor.choices[0].text)
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(prompt=PROMPTS[0], presence_penalty=1.0, **asked)
+            client.completions.create(prompt=PROMPTS[0], presence_penalty=1.0, **fields)
         return found
     finally:
         process.send_signal(signal.SIGTERM)
@@ -137,14 +137,14 @@ def serve_and_ask(options):
                 os.kill(pid, 0)
 
 
-def test_the_client_sees_no_difference(tmp_path):
-    pair = serve_and_ask([*PAIR, "--logs", str(tmp_path)])
-    assert pair == serve_and_ask([])
+def test_responses_equal_those_of_one_process(tmp_path):
+    pair = serve_requests([*PAIR, "--logs", str(tmp_path)])
+    assert pair == serve_requests([])
 
 
 @pytest.mark.parametrize("death", [0, 1])
-def test_a_client_is_answered_after_a_process_has_died(death, tmp_path):
-    """By its own retries; a stream ends with an error, and nobody is refused."""
+def test_a_client_is_served_after_a_process_died(death, tmp_path):
+    """The client retries; a stream ends with an error, and no request is refused."""
     openai = pytest.importorskip("openai")
     port = find_port()
     options = [*PAIR, "--restarts=1", "--logs", tmp_path, "--port", port]
@@ -160,9 +160,9 @@ def test_a_client_is_answered_after_a_process_has_died(death, tmp_path):
                 pids.append(int(started[1]))
 
     def ask(name, **changes):
-        asked = dict(model="pydoc", max_tokens=20, temperature=0) | changes
+        fields = dict(model="pydoc", max_tokens=20, temperature=0) | changes
         try:
-            reply = client.completions.create(prompt=PROMPTS[0], **asked)
+            reply = client.completions.create(prompt=PROMPTS[0], **fields)
             pieces = reply if "stream" in changes else [reply]
             found[name] = "".join(each.choices[0].text for each in pieces)
         except Exception as error:
@@ -175,7 +175,7 @@ def test_a_client_is_answered_after_a_process_has_died(death, tmp_path):
     try:
         wait_for(f"{address}/health")
         ask("before")
-        # Texts that go on until the death, and a client that comes after it.
+        # Requests that run until the death, and a client that comes after it.
         long = dict(n=2, extra_body={"ignore_eos": True})
         asking = [
             threading.Thread(target=ask, args=[f"whole {i}"], kwargs=long)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt
-from support.sharded_model import (
+from support.models.sharded_model import (
     AUTO,
     HEAD_DIM,
     NUM_HEADS,
@@ -28,14 +28,14 @@ COUNTS = np.array([[3 + rank % 4, rank % 3, 1] for rank in range(8)], np.int32)
 
 
 def rows_of(seed):
-    """Keys, values and queries of a step with one kv head."""
+    """Return keys, values and queries of a step with one kv head."""
     rng = np.random.default_rng(seed)
     heads = [1, 1, 2]
     return [rng.standard_normal((NUM_ROWS, n, HEAD_DIM), np.float32) for n in heads]
 
 
 def serve(counts, keys, values, queries, *, prefix_caching=False):
-    """Two steps on a pool of the rank's own, of prompts and of single tokens."""
+    """Take two steps on the rank's own pool, of prompts and of single tokens."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=1,
@@ -66,7 +66,7 @@ def serve(counts, keys, values, queries, *, prefix_caching=False):
 
 
 def call_all_verbs(counts, *rows):
-    """Every verb that changes a cache, with a prefix index."""
+    """Call every verb that changes a cache, with a prefix index."""
     cache, found = serve(counts, *rows, prefix_caching=True)
     ids = jnp.arange(2, dtype=jnp.int32)
     cache, _ = jkv.truncate(cache, ids, counts[:2] // 2)
@@ -81,7 +81,7 @@ def call_all_verbs(counts, *rows):
 
 
 def on_ranks(function):
-    """A function on eight ranks, each with counts of its own and the same rows."""
+    """Map a function over eight ranks, each with its own counts and the same rows."""
 
     def on_rank(counts, *rows):
         return jax.tree.map(lambda array: array[None], function(counts[0], *rows))
@@ -93,8 +93,8 @@ def on_ranks(function):
 
 
 @pytest.mark.one_end
-def test_ranks_with_their_own_pools_equal_each_alone():
-    """Rows are the same on all ranks and counts are not: loops start alike."""
+def test_ranks_with_their_own_pools_equal_solo_runs():
+    """Rows are replicated and counts are not: loop carries need matching types."""
     compiled = jax.jit(on_ranks(serve)).lower(COUNTS, *rows_of(0)).compile(ALL_PASSES)
     assert collectives(compiled) == {}
     cache, outputs = jax.device_get(compiled(COUNTS, *rows_of(0)))
@@ -120,8 +120,8 @@ def test_verbs_trace_with_the_defaults_of_shard_map():
 @pytest.mark.parametrize(
     "layout", dealt([AUTO, TWO_AXES]), ids=lambda layout: layout.axis_type.name
 )
-def test_a_rank_sees_its_heads_of_one_cache(layout):
-    """Metadata is the same on all ranks and stays so: `out_specs` would refuse it."""
+def test_a_rank_has_its_heads_of_one_cache(layout):
+    """Metadata is and stays replicated: `out_specs` would refuse it otherwise."""
     cache, weights = layout.init(), place_weights(layout)
     specs = jkv.partition_specs(cache)
     of_weights = jax.tree.map(lambda array: array.sharding.spec, weights)

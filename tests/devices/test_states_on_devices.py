@@ -1,4 +1,4 @@
-"""States on several devices: spread like heads over one axis, in pools over another."""
+"""Recurrent states on several devices: sharded like heads, pools on an axis."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from support.folding_model import MODELS, continue_text, make_config
+from support.states.folding_model import MODELS, continue_prompt, make_config
 
 import jkv
 
@@ -30,8 +30,8 @@ def test_states_are_sharded_by_the_configuration():
 
 @pytest.mark.parametrize("snapshots", [0, 3])
 @pytest.mark.parametrize("pools", [None, "dp"])
-def test_states_are_spread_again_when_they_are_loaded(tmp_path, snapshots, pools):
-    """With snapshots or without, where names come in another order than sizes."""
+def test_states_are_resharded_at_loading(tmp_path, snapshots, pools):
+    """Snapshots may exist, and the order of names differs from that of sizes."""
     arrays = {"count": ((3,), "int16"), "sum": ((5, 4), "float32")}
     state = jkv.StateConfig(
         **dict(num_layers=2, max_sequences=4, max_context_length=16, block_size=4),
@@ -59,8 +59,8 @@ def test_states_are_spread_again_when_they_are_loaded(tmp_path, snapshots, pools
 
 
 @pytest.mark.further
-def test_a_queue_over_pools_of_states(tmp_path):
-    """Each rank has sequences and snapshots of its own; a file has all of them."""
+def test_continuous_batching_over_pools_of_states(tmp_path):
+    """Each rank has its own sequences and snapshots; a file has all of them."""
     where = dict(mesh=MESH, heads="tp", pools="dp")
     cache = jkv.init(make_config(KIND), **where)
     run = jax.jit(
@@ -69,7 +69,7 @@ def test_a_queue_over_pools_of_states(tmp_path):
     )
     for _ in range(2):  # cold and warm
         cache, result = run(None, cache, PROMPTS, max_new_tokens=5, max_running=2)
-        wanted = [continue_text(prompt, 5, KIND) for prompt in PROMPTS]
+        wanted = [continue_prompt(prompt, 5, KIND) for prompt in PROMPTS]
         np.testing.assert_array_equal(result.tokens, wanted)
     assert int(result.statistics.cached_tokens) > 0
     jkv.save(tmp_path / "pools", cache)

@@ -1,6 +1,6 @@
-"""The engine, guesses and beams on a mesh: heads spread, and tokens of blocks.
+"""The engine, speculation and beams on a mesh, with sharded heads and blocks.
 
-Texts equal plain Python's around the same model without a cache.
+Completions equal plain Python's around the same model without a cache.
 """
 
 import functools
@@ -8,16 +8,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import plain_beam_search
-from support.sharded_model import AUTO
-from support.small_attention_model import (
+from support.decoding import plain_beam_search
+from support.models.sharded_model import AUTO
+from support.models.small_attention_model import (
     DIM,
     KV_HEADS,
     LAYERS,
     attention_model,
     dense_rows,
 )
-from support.small_attention_model import attention_params as make_params
+from support.models.small_attention_model import attention_params as make_params
 
 import jkv
 from jkv.serving import Engine
@@ -39,7 +39,7 @@ CONFIG = jkv.CacheConfig(
 
 
 def init():
-    """Two devices have a head each, of half of each block, and two the other half."""
+    """Return a cache with heads and blocks sharded over two devices each."""
     mesh = AUTO._replace(axes=(("tp", 2), ("cp", 2))).mesh
     cache = jkv.init(CONFIG, mesh=mesh, heads="tp", context="cp")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -55,7 +55,7 @@ def logprobs_after(tokens):
 
 
 def search(prompt, num_beams):
-    """The best texts; with one beam the greedy one."""
+    """Return the best beams; one beam is greedy."""
     return plain_beam_search.search(
         lambda tokens: logprobs_after(tuple(tokens)),
         prompt,
@@ -66,7 +66,7 @@ def search(prompt, num_beams):
 
 
 def assert_as_before(cache, before):
-    """Nothing is left in the cache, and it lies where it lay."""
+    """Assert that the cache is empty and its sharding unchanged."""
     jkv.check(cache)
     assert int(jkv.num_free_blocks(cache)) == CONFIG.num_blocks
     assert cache.sharding == before.sharding is not None
@@ -74,7 +74,7 @@ def assert_as_before(cache, before):
     assert pools[0].sharding.is_equivalent_to(pools[1].sharding, 5)
 
 
-def texts_of(tokens):
+def sequences_of(tokens):
     return [[token for token in row.tolist() if token >= 0] for row in tokens]
 
 
@@ -97,7 +97,7 @@ def test_draft_tokens_are_verified_on_a_mesh():
         )
 
     after, result = generate(params, cache)
-    assert texts_of(result.tokens) == [search(each, 1)[0][1] for each in PROMPTS]
+    assert sequences_of(result.tokens) == [search(each, 1)[0][1] for each in PROMPTS]
     assert int(result.statistics.draft_tokens) > 0
     assert_as_before(after, cache)
 
@@ -122,7 +122,7 @@ def test_beams_branch_on_a_mesh():
     after, result = beam_search(params, cache)
     for i, prompt in enumerate(PROMPTS[:2]):
         wanted = search(prompt, 2)
-        assert texts_of(result.tokens[i]) == [tokens for _, tokens in wanted]
+        assert sequences_of(result.tokens[i]) == [tokens for _, tokens in wanted]
         scores = [score for score, _ in wanted]
         np.testing.assert_allclose(result.scores[i], scores, rtol=1e-4)
     assert_as_before(after, cache)
@@ -145,7 +145,7 @@ def test_the_engine_serves_from_a_mesh():
     )
     found = engine.generate(PROMPTS)
     assert [each.tokens for each in found] == [search(p, 1)[0][1] for p in PROMPTS]
-    # Windows of steps are compiled once, and begin again after a pause.
+    # Windows of steps are compiled once, also for requests after a pause.
     again = engine.generate(PROMPTS[:1])
     assert again[0].tokens == found[0].tokens
     assert_as_before(engine.cache, before)

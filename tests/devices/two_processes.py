@@ -1,9 +1,9 @@
-"""The program of each of two processes with files, for `test_processes.py`.
+"""The program of both processes of `test_processes.py`, with files.
 
     python two_processes.py PROCESS PORT FOLDER
 
-Each has two devices. FOLDER holds files that one process wrote; these write them again,
-with heads spread over both processes, and with a pool on each.
+Each has two devices. FOLDER holds files of one process; these write them again, with
+heads sharded over both processes, and with a pool on each.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def write_again(process: int, folder: pathlib.Path) -> None:
-    """Load, look, and save; process 0 also saves values without a mesh."""
+    """Load, compare, and save; process 0 also saves values without a mesh."""
     import jkv
 
     devices = np.asarray(jax.devices())
@@ -24,10 +24,10 @@ def write_again(process: int, folder: pathlib.Path) -> None:
     assert not cache.storage[0].key_pool.is_fully_addressable
     jkv.check(cache)
     jkv.save(folder / "cache again", cache)
-    # All processes have waited until the file is there.
+    # All processes have waited for the file.
     assert (folder / "cache again").read_bytes() == (folder / "cache").read_bytes()
     assert jkv.stats(cache).live_sequences == 2
-    # Sequences leave the mesh on each process, and come back.
+    # Sequences are swapped out and in on each process.
     cache, swapped = jkv.swap_out(cache, [1, 2])
     if process == 0:
         (folder / "swapped").write_bytes(pickle.dumps(swapped))
@@ -35,18 +35,18 @@ def write_again(process: int, folder: pathlib.Path) -> None:
     jkv.raise_for_status(back.status)
     jkv.check(cache)
 
-    # Heads side by side on a process, a pool on each; heads held twice.
+    # Heads side by side on a process, a pool on each; replicated heads.
     mesh = jax.sharding.Mesh(devices.reshape(2, 2), ("dp", "tp"))
     pools = jkv.load(folder / "pools", mesh=mesh, heads="tp", pools="dp")
     jkv.save(folder / "pools again", pools)
     assert (folder / "pools again").read_bytes() == (folder / "pools").read_bytes()
     assert [jkv.stats(pool).live_sequences for pool in jkv.split_pools(pools)] == [2, 1]
-    # All processes report a fault of the one that writes.
+    # All processes report a fault of the writing one.
     try:
         jkv.save(folder / "nowhere" / "cache", pools)
     except OSError as error:
-        said = str(error)
-    assert ("another process failed" in said) == (process == 1), said
+        output = str(error)
+    assert ("another process failed" in output) == (process == 1), output
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import jkv
 
 @pytest.fixture
 def scanned_layers(monkeypatch):
-    """Run layers in a scan unless a script disables it: half of the compiling.
+    """Run layers in a scan unless a script disables it, which halves compile time.
 
-    Scripts in processes of their own run them one by one, as users do.
+    Scripts in separate processes run layers one by one, as users do.
     """
     import pretrained
 
@@ -30,7 +30,7 @@ def scanned_layers(monkeypatch):
 
 @pytest.fixture
 def run_here(monkeypatch, capsys, request):
-    """Run scripts in this process, and return their output, `out` and `err`."""
+    """Function that runs a script in this process and returns its `out` and `err`."""
 
     request.getfixturevalue("scanned_layers")
 
@@ -47,7 +47,7 @@ def run_here(monkeypatch, capsys, request):
 
 @pytest.fixture
 def one_size(monkeypatch):
-    """Give steps of `generate.py` one size: a third of the compiling."""
+    """Use one step size in `generate.py`, for a third of the compile time."""
     from generating import command
 
     engine = functools.partial(command.Engine, row_counts=(16,))
@@ -56,15 +56,15 @@ def one_size(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def ending_this_test_alone(monkeypatch):
-    """`os._exit`, by which scripts end after Ctrl-C, does not end all tests."""
+    """Scripts end by `os._exit` after Ctrl-C; let it end only the test."""
     monkeypatch.setattr(os, "_exit", sys.exit)
 
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """The bundled model as the servers load it: 12 blocks, 4 texts run."""
+    """The bundled model as the servers load it: 12 blocks, 4 running sequences."""
     pytest.importorskip("tokenizers")
-    from support.http_server import load_served
+    from support.serving.http_server import load_served
 
     return load_served(tmp_path_factory.mktemp("models") / "pydoc")
 
@@ -75,7 +75,7 @@ def address(served):
     for name in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(name)
     from served.api import make_app
-    from support.http_server import start_server
+    from support.serving.http_server import start_server
 
     server, thread, address = start_server(make_app(served))
     yield address
@@ -92,7 +92,7 @@ def client(address):
 
 @pytest.fixture
 def nothing_is_left(served):
-    """After a test the engine is idle, and every block is free."""
+    """Assert after a test that the engine is idle and every block is free."""
     yield
     end = time.monotonic() + 60
     while not served.engine.is_idle:
@@ -104,7 +104,7 @@ def nothing_is_left(served):
 
 @pytest.fixture
 def continued(served):
-    """Return a function that continues prompts with the engine, greedily."""
+    """Function that continues prompts greedily with the engine."""
 
     def ask(prompt, **options):
         ids = served.tokenizer.encode(prompt).ids
@@ -115,7 +115,7 @@ def continued(served):
 
 @pytest.fixture
 def post(address):
-    """Return a function that posts bytes to the server: the status, and the JSON."""
+    """Function that posts bytes to the server and returns the status and the JSON."""
 
     def ask(body, path="/v1/completions", method="POST", **headers):
         request = urllib.request.Request(

@@ -1,4 +1,4 @@
-"""The agent of the examples: its rollout is recorded as a tree of its tokens."""
+"""The agent example records its rollout as a trajectory tree."""
 
 import collections
 import functools
@@ -17,14 +17,14 @@ import jkv
 pytestmark = pytest.mark.one_end
 
 
-def test_the_calculator_adds_up():
+def test_the_calculator_adds():
     assert calculate(" x = 2 + 30\n") == 32
     assert calculate(" none\n") is None
 
 
 @pytest.mark.further
-def test_a_rollout_becomes_a_gradient():
-    """The scored tokens are the sampled ones, and each distinct token is there once."""
+def test_a_rollout_has_a_gradient():
+    """The scored tokens are the sampled ones, and each distinct token occurs once."""
     model, params = pretrained.load(BUNDLED, dtype=jnp.float32, scan_layers=True)
     agent = Agent(
         model,
@@ -38,16 +38,16 @@ def test_a_rollout_becomes_a_gradient():
     cache, played = agent.play(jkv.init(config), PROMPT, num_turns=2)
     tree, record = played.record.tree, played.record
     jkv.check(cache)
-    texts = [jkv.trees.read_text(tree, segment) for segment in played.rewards]
-    assert agent.read(jkv.trees.read_text(tree, played.trunk)).startswith(PROMPT)
-    # Siblings that begin alike were sampled twice, and are two.
+    sequences = [jkv.trees.read_sequence(tree, segment) for segment in played.rewards]
+    assert agent.read(jkv.trees.read_sequence(tree, played.trunk)).startswith(PROMPT)
+    # Siblings that start alike were sampled twice and stay separate.
     begins = collections.Counter(
-        tuple(text[: i + 1]) for text in texts for i in range(len(text))
+        tuple(sequence[: i + 1]) for sequence in sequences for i in range(len(sequence))
     )
-    assert len(begins) <= tree.num_rows < sum(map(len, texts)) / 2
+    assert len(begins) <= tree.num_rows < sum(map(len, sequences)) / 2
     assert (
         int(jkv.context_lengths(cache).max())
-        == len(jkv.trees.read_text(tree, played.trunk)) - 1
+        == len(jkv.trees.read_sequence(tree, played.trunk)) - 1
     )
 
     worth = find_advantages(played)

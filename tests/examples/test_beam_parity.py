@@ -1,6 +1,6 @@
-"""Beam search finds the texts and scores that transformers finds, prompts of a batch.
+"""Beam search returns the hypotheses and scores of transformers, in a batch.
 
-The results of transformers are committed; where it is installed it runs again.
+The results of transformers are committed; if it is installed, they are recomputed.
 """
 
 import importlib.util
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-from support import beam_fixtures as fixtures
-from support import checkpoint_fixtures as checkpoints
+from support.checkpoints import beam_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as checkpoints
 from support.jax_versions import with_further
 
 import jkv
@@ -22,7 +22,7 @@ HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
 if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
     raise ImportError("JKV_REQUIRE_PARITY is set, but transformers or torch is missing")
 
-# Relative; the largest difference seen was 2e-6, a penalty off by 0.01 gives 1e-2.
+# Relative; the largest observed difference was 2e-6, a penalty off by 0.01 gives 1e-2.
 TOLERANCE = 1e-4
 
 
@@ -37,7 +37,7 @@ def test_beams_equal_transformers(search):
     if HAS_TRANSFORMERS:
         live = fixtures.expected(search)
         for ours, theirs in zip(wanted["found"], live["found"], strict=True):
-            assert ours["texts"] == theirs["texts"]
+            assert ours["sequences"] == theirs["sequences"]
     folder = checkpoints.checkpoint_folder(search.name)
     model, params = pretrained.load(folder, scan_layers=True)
     params = jax.tree.map(lambda weights: weights.astype(jnp.float32), params)
@@ -71,8 +71,8 @@ def test_beams_equal_transformers(search):
         jkv.check(after)
         lengths = np.asarray(result.lengths).reshape(-1)
         tokens = np.asarray(result.tokens).reshape(len(lengths), -1)
-        texts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-        assert texts == found["texts"]
+        sequences = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+        assert sequences == found["sequences"]
         if found["scores"] is not None:
             scores = np.asarray(result.scores).reshape(-1)
             np.testing.assert_allclose(scores, found["scores"], rtol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""`block_map.py`: the cells match the pool, and each step is described in words."""
+"""`block_map.py`: cells match the pool, and each step has a description."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.one_end
 
 @pytest.fixture
 def pool_map():
-    """The module that draws the pool in signs, and its imports."""
+    """The module that draws the pool, and its optional packages."""
     for package in ("matplotlib", "PIL"):
         pytest.importorskip(package)
     return importlib.import_module("pool_map.cells")
@@ -22,7 +22,7 @@ def pool_map():
 @pytest.mark.further
 @pytest.mark.slow
 def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
-    """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""
+    """Prefix hits, forks, frees and a compaction; the cells equal the pool."""
     import rich
     from PIL import Image
     from pool_map import drawing
@@ -31,7 +31,7 @@ def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
 
     def save_some(path, drawn):
         frames.extend(drawn)
-        save(path, drawn[-3:])  # drawing takes a while
+        save(path, drawn[-3:])  # rendering is slow
 
     monkeypatch.setattr(drawing, "save_picture", save_some)
     monkeypatch.setattr(rich.get_console(), "width", 200)
@@ -51,15 +51,19 @@ def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
         assert len(colours) > 5
 
     # Each step has its description.
-    said = [words for _, words in frames]
-    assert len(said) == steps
-    assert all(re.fullmatch(r"Step \d+: .*; \d+ sequences are open", s) for s in said)
-    assert any(re.search(r"B opens, \d+ of its 56 tokens were found;", s) for s in said)
-    assert any(re.search(r"\d+ sequences grow by 8 tokens", s) for s in said)
+    captions = [words for _, words in frames]
+    assert len(captions) == steps
+    assert all(
+        re.fullmatch(r"Step \d+: .*; \d+ sequences are open", s) for s in captions
+    )
+    assert any(
+        re.search(r"B opens, \d+ of its 56 tokens were found;", s) for s in captions
+    )
+    assert any(re.search(r"\d+ sequences grow by 8 tokens", s) for s in captions)
 
 
 def test_block_map_distinguishes_states(pool_map, tmp_path):
-    """Blocks 0 and 1 of the first prompt: shared by both, 2 and 3 a sequence each."""
+    """Both sequences share blocks 0 and 1; 2 and 3 belong to one each."""
     from PIL import Image
     from pool_map import drawing, game
 

@@ -1,8 +1,8 @@
-"""The bundled checkpoint, its corpus and the script that trained it.
+"""The bundled checkpoint, its corpus and its training script.
 
-That its logits equal those of transformers through the cache is shown in
-`test_llama_parity.py`. Here: the files match the model card, the held-out text was kept
-apart, and the model has learnt to read.
+`test_llama_parity.py` compares its logits with transformers. Here: the files match the
+model card, the held-out documents are not in the training set, and the model has
+learnt.
 """
 
 import hashlib
@@ -14,14 +14,15 @@ import shutil
 import subprocess
 import sys
 
-import corpus
 import jax
 import numpy as np
 import pretrained
-import pydoc_model
 import pytest
+from bundled import corpus, training
+from bundled import model as pydoc_model
 from safetensors.numpy import load_file
 from support.paths import EXAMPLES
+from training import draft_windows
 
 FOLDER = pydoc_model.FOLDER
 HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("transformers", "torch")))
@@ -56,7 +57,7 @@ def test_files_are_small_and_readable():
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (
         (FOLDER / "LICENSE-PYTHON.txt").read_text()
     )
-    # The measured part was written after training, by the script.
+    # The script writes the measured part after training.
     assert "perplexity per token" in card.partition(pydoc_model.MARKER)[2]
 
 
@@ -77,7 +78,7 @@ def test_bundled_weights_match_the_config():
 
 
 @pytest.mark.one_end
-def test_tokenizer_gives_back_any_text(loaded):
+def test_the_tokenizer_round_trips_any_text(loaded):
     _, tokenizer = loaded
     assert tokenizer.get_vocab_size() == pydoc_model.CONFIG["vocab_size"]
     assert tokenizer.token_to_id(pydoc_model.END_OF_TEXT) == 0
@@ -87,17 +88,17 @@ def test_tokenizer_gives_back_any_text(loaded):
         "naïve café, ‘quoted’, 東京, 🐍",
         "".join(map(chr, range(256))),
     ):
-        # Nothing is added to a prompt, and a byte is at most one token.
+        # No token is added to a prompt, and a byte is at most one token.
         ids = tokenizer.encode(text).ids
         assert 0 not in ids and len(ids) <= len(text.encode())
         assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.one_end
-def test_held_out_text_is_nowhere_in_the_trained(split):
+def test_held_out_text_is_not_in_the_training_set(split):
     trained, held_out = split
     subjects = [{document.subject for document in side} for side in split]
-    # A topic and a module of one name are on one side.
+    # A topic and a module of one name are in the same split.
     assert not subjects[0] & subjects[1]
 
     def long_paragraphs(documents):
@@ -116,10 +117,10 @@ def test_held_out_text_is_nowhere_in_the_trained(split):
 
 @pytest.mark.further
 @pytest.mark.one_end
-def test_corpus_is_the_same_in_another_process(split):
-    # A fresh interpreter, without pytest's imports and with other hashes of strings.
+def test_the_corpus_is_equal_in_another_process(split):
+    # A fresh interpreter, without pytest's imports and with other string hashes.
     program = (
-        "import corpus, hashlib\n"
+        "import hashlib\nfrom bundled import corpus\n"
         "text = repr(corpus.split()).encode()\n"
         "print(hashlib.sha256(text).hexdigest())"
     )
@@ -135,20 +136,20 @@ def test_corpus_is_the_same_in_another_process(split):
 
 
 @pytest.mark.one_end
-def test_model_has_learnt_to_read(loaded, windows):
+def test_the_model_has_learnt(loaded, windows):
     params, _ = loaded
     losses = jax.jit(pydoc_model.token_losses)
     mean = float(losses(params, windows).mean())
-    # 4.05 with Python 3.11. Guessing evenly is 8.0, by frequency alone 6.6.
+    # 4.05 with Python 3.11; uniform guessing gives 8.0, token frequencies 6.6.
     assert mean < 4.5
-    # The same tokens in another order are not documentation.
+    # Shuffled tokens have a higher loss.
     shuffled = np.random.default_rng(0).permuted(windows, axis=1)
     assert float(losses(params, shuffled).mean()) > 8
 
 
 if HAS_TRANSFORMERS:
 
-    def test_transformers_finds_the_same_losses(loaded, windows):
+    def test_transformers_computes_the_same_losses(loaded, windows):
         import torch
         import transformers
 
@@ -170,7 +171,7 @@ if HAS_TRANSFORMERS:
         np.testing.assert_allclose(losses, expected.numpy(), atol=1e-3, rtol=0)
 
     @pytest.mark.one_end
-    def test_chats_are_written_as_transformers_writes_them(tmp_path):
+    def test_chats_are_rendered_like_transformers(tmp_path):
         import transformers
 
         template = (
@@ -197,21 +198,20 @@ if HAS_TRANSFORMERS:
 @pytest.mark.slow
 @pytest.mark.one_end
 def test_training_learns_and_writes_a_checkpoint(split, loaded, tmp_path, monkeypatch):
-    train_pydoc = importlib.import_module("train_pydoc")
     small = dict(TOKENS_PER_STEP=128, SHORT_CONTEXT=16, FULL_CONTEXT=32)
     for name, value in small.items():
-        monkeypatch.setattr(train_pydoc, name, value)
+        monkeypatch.setattr(training, name, value)
     # One narrow layer compiles and learns faster.
     sizes = dict(num_hidden_layers=1, hidden_size=96, intermediate_size=128)
     for name, value in (sizes | {"num_attention_heads": 4}).items():
         monkeypatch.setitem(pydoc_model.CONFIG, name, value)
     documents = pydoc_model.encode(loaded[1], split[0][:1])
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        params = train_pydoc.train(documents, 20, None, tmp_path)
+    with jax.numpy_dtype_promotion("standard"):  # optax requires it
+        params = training.train(documents, 20, None, tmp_path)
 
     start = documents[0][None, :129]
     losses = jax.jit(pydoc_model.token_losses)
-    assert float(losses(params, start).mean()) < 7  # 8.0 before
+    assert float(losses(params, start).mean()) < 7  # 8.0 before training
     saved = load_file(tmp_path / "model.safetensors")
     for name, param in params.items():
         np.testing.assert_array_equal(saved[name], np.asarray(param, np.float16))
@@ -219,17 +219,17 @@ def test_training_learns_and_writes_a_checkpoint(split, loaded, tmp_path, monkey
 
 @pytest.fixture
 def train_draft(monkeypatch):
-    """The script that trains the draft model, on windows of a few tokens."""
+    """The training script of the draft model, on windows of a few tokens."""
     module = importlib.import_module("train_draft")
     small = dict(WINDOW=32, START=16, WINDOWS_PER_STEP=4)
     for name, value in small.items():
-        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(draft_windows, name, value)
     return module
 
 
 @pytest.mark.one_end
-def test_the_draft_agrees_with_the_model(loaded, windows, train_draft):
-    """Of documents that neither was trained on, after 16 to 32 tokens of each."""
+def test_the_bundled_draft_model_agrees_with_the_model(loaded, windows, train_draft):
+    """They are compared on held-out documents, after 16 to 32 tokens of each."""
     folder = train_draft.DRAFT_FOLDER
     config = json.loads((folder / "config.json").read_text())
     assert config == train_draft.DRAFT_CONFIG
@@ -243,19 +243,19 @@ def test_the_draft_agrees_with_the_model(loaded, windows, train_draft):
         k: s.shape for k, s in shapes.items()
     }
     tokens = windows[: len(windows) // 4 * 4, :32]
-    agrees = train_draft.measure(draft, loaded[0], tokens)[:, 16:]
+    agrees = draft_windows.measure(draft, loaded[0], tokens)[:, 16:]
     assert agrees.mean() > 0.35
     card = (folder / "README.md").read_text()
     assert "Python Software Foundation License" in card
 
 
-@pytest.mark.further  # the kept one is tested above
+@pytest.mark.further  # the committed one is tested above
 @pytest.mark.slow
 @pytest.mark.one_end
-def test_a_draft_learns_and_is_a_checkpoint(
+def test_draft_training_learns_and_writes_a_checkpoint(
     split, tmp_path, monkeypatch, train_draft, capsys
 ):
-    """A document of each side, one layer, and texts that others went on with."""
+    """The run has one document per split, one layer, and stubbed completions."""
     monkeypatch.setitem(train_draft.DRAFT_CONFIG, "num_hidden_layers", 1)
     seen = []
 
@@ -263,11 +263,11 @@ def test_a_draft_learns_and_is_a_checkpoint(
         seen.append(windows)
         return windows[::-1]
 
-    monkeypatch.setattr(train_draft, "go_on", go_on)
+    monkeypatch.setattr(draft_windows, "go_on", go_on)
     monkeypatch.setattr(corpus, "split", lambda: (split[0][:1], split[1][:1]))
     arguments = "--steps 20 --continued 4 --output".split()
     monkeypatch.setattr(sys, "argv", ["train_draft.py", *arguments, str(tmp_path)])
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+    with jax.numpy_dtype_promotion("standard"):  # optax requires it
         train_draft.main()
     output = capsys.readouterr().out
     assert "20 " in output and "on held-out documents the draft agrees in" in output

@@ -1,4 +1,4 @@
-"""`chat.py`: turns compute new tokens only, and cached ones give the same answers."""
+"""`chat.py`: turns compute only new tokens; answers equal an uncached chat's."""
 
 import runpy
 import shutil
@@ -21,7 +21,7 @@ LINES = ["The with statement", "/branch", "and the try", "/switch 1", "and the f
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The bundled model with a template to chat by."""
+    """The bundled model with a chat template."""
     folder = tmp_path_factory.mktemp("models") / "pydoc"
     shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
     """Turns, branches, undo, files and mistakes in one session.
 
-    An answer is that of a branch in which nothing was kept.
+    Each answer equals that of a branch without cached tokens.
     """
     chats, path = [], tmp_path / "conversation"
     lines = [
@@ -44,7 +44,7 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
     ]
     script = _run(folder, lines, monkeypatch, chats)
     (chat,) = chats
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     first, second, third = chat.branches
     assert [len(branch.messages) for branch in chat.branches] == [2, 4, 4]
     assert third.messages[:2] == second.messages[:2] == first.messages
@@ -55,17 +55,17 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
     for words in (
         "(branch 2 of",
         "No such file",
-        "/switch needs a number from 1 to 3",
-        "no command /dance; there are /undo, /branch",
-        "/save needs the name of a file",
+        "/switch requires a number from 1 to 3",
+        "unknown command /dance; use one of /undo, /branch",
+        "/save requires a file name",
         "none computed)",
         "(no room: CONTEXT_FULL; /undo",
     ):
-        assert words in said, words
+        assert words in output, words
     jkv.check(chat.cache)
 
-    # Only the new message, and the token that the answer before ended with.
-    kept = [line for line in said.splitlines() if "tokens computed" in line]
+    # Only the new message, and the last token of the previous answer.
+    kept = [line for line in output.splitlines() if "tokens computed" in line]
     assert "0 kept" in kept[0] and "0 kept" not in "".join(kept[1:])
     for branch, line in ((second, "and the try"), (third, "and the for")):
         fresh = Branch(_open(chat), messages=branch.messages[:2])
@@ -78,18 +78,18 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("scanned_layers")
-def test_a_conversation_that_rolls(folder, monkeypatch, capsys):
-    """A chat goes on past its context, four times over, and keeps its first tokens."""
+def test_a_rolling_conversation(folder, monkeypatch, capsys):
+    """A chat continues past four contexts, and keeps its first tokens."""
     chats = []
-    # What is left after the undo is computed again, rolling as before.
+    # The rest after an undo is recomputed, rolling as before.
     lines = ["The with statement", *["and the try"] * 6, "/undo", "and the try"]
     options = ("--context", "64", "--roll", "16", "--max-new-tokens", "40")
     _run(folder, lines, monkeypatch, chats, *options)
     (chat,) = chats
-    said = capsys.readouterr().out
-    assert "CONTEXT_FULL" not in said and "oldest dropped" in said
-    assert "back to" in said
-    assert len(chat.branch.tokens) > 4 * 64 - 64, said
+    output = capsys.readouterr().out
+    assert "CONTEXT_FULL" not in output and "oldest dropped" in output
+    assert "back to" in output
+    assert len(chat.branch.tokens) > 4 * 64 - 64, output
     seq_id = chat.branch.seq_id
     assert int(jkv.context_lengths(chat.cache)[seq_id]) <= 64
     assert int(jkv.next_positions(chat.cache)[seq_id]) == len(chat.branch.tokens)
@@ -120,16 +120,16 @@ def _run(folder, lines, monkeypatch, chats, *options):
 
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr(turns, "Chat", Watched)
-    # Short enough for a text that has no room to be as wide as the others.
+    # Short enough for a sequence whose padded width exceeds the context.
     sizes = "--context 80 --branches 4 --max-new-tokens 12".split()
     argv = ["chat.py", "--model", str(folder), *sizes, *options]
     monkeypatch.setattr(sys, "argv", argv)
     return runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
 
 
-def test_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_a_missing_model_is_reported(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         _run(tmp_path, [], monkeypatch, [])
     assert ended.value.code == 1
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ") and "config.json" in said
+    (output,) = capsys.readouterr().err.splitlines()
+    assert output.startswith("error: ") and "config.json" in output

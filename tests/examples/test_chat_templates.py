@@ -1,6 +1,6 @@
-"""Chat templates: constructs of published ones, rendered as by `transformers`.
+"""Chat templates with constructs of published ones, rendered like `transformers`.
 
-The templates here are small and our own; each has constructs of published ones.
+The templates here are small and our own.
 """
 
 import json
@@ -44,7 +44,7 @@ EACH = "{% for m in messages %}"
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 END = "{% endfor %}"
 
-# Constructs of published templates, by the models known for them.
+# Constructs of published templates, by model.
 TEMPLATES = {
     "marked for training": EACH
     + "{%- if m.role == 'assistant' -%}{%- generation -%}<{{ m.content or 'called' }}>"
@@ -104,7 +104,7 @@ def render(tmp_path, template, messages, tools=(), variables=None):
 
 
 def with_objects(messages):
-    """The messages as `transformers` takes them: arguments are objects."""
+    """Return the messages as `transformers` takes them, with arguments as objects."""
     read = json.loads(json.dumps(messages))
     for message in read:
         for call in message.get("tool_calls", ()):
@@ -145,7 +145,7 @@ def test_templates_render_like_transformers(tmp_path, name):
         ("{{ f.arguments.at }}{{ f.arguments['days'] }}", "Zürich <b>3"),
     ],
 )
-def test_arguments_are_a_text_where_templates_want_one(tmp_path, call, expected):
+def test_arguments_are_a_string_if_the_template_expects_one(tmp_path, call, expected):
     template = EACH + CALLS + call + END * 2
     assert render(tmp_path, template, WITH_CALL) == expected
 
@@ -158,7 +158,7 @@ def test_a_call_may_have_no_arguments(tmp_path, given):
     assert render(tmp_path, template, messages) in ("{}", '"null"')
 
 
-def test_arguments_that_were_cut_stay_a_text(tmp_path):
+def test_truncated_arguments_stay_a_string(tmp_path):
     called = {"function": {"name": "f", "arguments": '{"at": "Zü'}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [called]}]
     template = EACH + CALLS + "{{ f.name + f.arguments }}" + END * 2
@@ -173,14 +173,14 @@ def test_arguments_that_were_cut_stay_a_text(tmp_path):
             "nothing",
         ),
         ("{% if m.content is not none %}{{ m.content + '.' }}{% endif %}", ""),
-        ("{{ m.content }}", ""),  # null would be its name
+        ("{{ m.content }}", ""),  # null would print its name
         ("{{ m.content | trim }}|", "|"),
-        ("{{ '<' + m.content + '>' }}", "<>"),  # null would fail
+        ("{{ '<' + m.content + '>' }}", "<>"),  # null would raise
         ("{% if 'x' in m.content %}x{% endif %}", ""),
         ("{{ m.content.split('x')[-1] }}", ""),
     ],
 )
-def test_a_message_without_a_text_is_null_or_empty(tmp_path, content, expected):
+def test_a_message_without_content_is_null_or_empty(tmp_path, content, expected):
     template = EACH + "{% if m.role == 'assistant' %}" + content + "{% endif %}" + END
     assert render(tmp_path, template, WITH_CALL) == expected
 
@@ -212,8 +212,8 @@ PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
         ("{{ m.content }}", "text"),
     ],
 )
-def test_a_template_is_read_for_the_form_of_its_messages(content, takes, tmp_path):
-    """True if it goes through the parts of a content, or tests which it is."""
+def test_the_message_form_follows_from_the_template(content, takes, tmp_path):
+    """A template takes parts if it iterates over a content or tests its type."""
     content += "{% endif %}" * (content.count("{% if") - content.count("{% endif"))
     form = read_form(EACH + content + END, _compile("").environment)
     assert form.takes_parts == (takes == "parts")
@@ -230,7 +230,7 @@ def test_a_template_is_read_for_the_form_of_its_messages(content, takes, tmp_pat
         "{{ m.content }}{% endif %}" + END,
     ],
 )
-def test_a_template_that_fails_is_not_played_in_another_form(template, tmp_path):
+def test_a_failing_template_is_not_retried_in_another_form(template, tmp_path):
     messages = [{"role": "user", "content": "divide"}]
     with pytest.raises(ValueError, match="zero|no text|concatenate"):
         render(tmp_path, template, messages)
@@ -268,9 +268,12 @@ def test_special_tokens_equal_transformers(config, special, tmp_path):
     model = models.WordLevel({"<a>": 0, "<b>": 1, "<c>": 2}, unk_token="<a>")
     Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(SHOWN)
-    for name, said in (("tokenizer_config", config), ("special_tokens_map", special)):
-        if said is not None:
-            (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    for name, settings in (
+        ("tokenizer_config", config),
+        ("special_tokens_map", special),
+    ):
+        if settings is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(settings))
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "?"}]
     expected = theirs.apply_chat_template(chat, tokenize=False)
@@ -278,8 +281,8 @@ def test_special_tokens_equal_transformers(config, special, tmp_path):
 
 
 @pytest.mark.parametrize("has_default", [True, False])
-def test_templates_have_files_by_name(has_default, tmp_path):
-    """They replace all of tokenizer_config.json's, as in transformers."""
+def test_named_templates_are_read_from_files(has_default, tmp_path):
+    """The files replace all templates of tokenizer_config.json, as in transformers."""
     settings = {"chat_template": [{"name": "default", "template": "config"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = [{"role": "user", "content": "?"}]
@@ -301,20 +304,20 @@ def test_null_content_is_not_the_string_none(tmp_path):
     assert render(tmp_path, template + END, messages) == "None of it.-"
 
 
-def test_texts_come_in_parts_where_nothing_else_is_taken(tmp_path):
+def test_strings_become_parts_if_the_template_takes_only_parts(tmp_path):
     template = EACH + "{{ m.content[0].text + '|' }}" + END
     assert render(tmp_path, template, CHAT) == "Be brief.|Why <é>?\n|"
 
 
-def test_a_message_without_a_text_has_a_part_without_one(tmp_path):
-    """Templates look at the first part of each message."""
+def test_a_message_without_content_has_an_empty_part(tmp_path):
+    """Templates access the first part of each message."""
     template = EACH + "{{ m.content[0].type }}:" + PARTS + "|" + END
     assert render(tmp_path, template, WITH_CALL) == (
         "text:Be brief.|text:Why <é>?\n|text:|text:sun|"
     )
 
 
-def test_roles_and_fields_that_templates_do_not_know(tmp_path):
+def test_unknown_roles_and_fields(tmp_path):
     developer = [
         {"role": "developer", "content": "a", "refusal": None, "tool_calls": []}
     ]
@@ -344,7 +347,7 @@ def test_template_errors_are_reported(tmp_path, template, words):
         render(tmp_path, template, CHAT)
 
 
-def test_the_time_of_day_is_there(tmp_path):
+def test_templates_can_read_the_date(tmp_path):
     assert render(tmp_path, "{{ strftime_now('%Y')[:2] }}", CHAT) == "20"
 
 
@@ -363,7 +366,7 @@ NAMES = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
         ([{"name": "default", "template": ""}, {"name": "tool_use"}], True),
     ],
 )
-def test_a_template_that_cannot_show_tools_is_known(tmp_path, template, expected):
+def test_templates_without_tools_are_detected(tmp_path, template, expected):
     if isinstance(template, list) and expected:
         template[1]["template"] = NAMES
     settings = {"chat_template": template}

@@ -1,4 +1,4 @@
-"""The gated delta rule in both forms, beside a plain loop in float64."""
+"""Both forms of the gated delta rule, compared with a plain loop in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ piece = jax.jit(correct_piece)
 
 
 def draw_tokens(seed, rates, most=1.0):
-    """Return a matrix and tokens, float64; `rates` of a head, 1 or D."""
+    """Draw a state matrix and tokens in float64, with 1 or D decay rates per head."""
     generator = np.random.default_rng(seed)
     keys = generator.normal(size=(C, H, D))
     tokens = Tokens(
@@ -50,28 +50,28 @@ def as_float32(memory, tokens):
     return jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (memory, tokens))
 
 
-# The longest decay forgets everything many times over: neither form may overflow.
+# The largest decays underflow many times over: neither form may overflow.
 @pytest.mark.parametrize("rates", few([1, D], D))
 @pytest.mark.parametrize(
     "scale, most", few([(0.01, 1.0), (1.0, 2.0), (200.0, 2.0)], (1.0, 2.0))
 )
-def test_both_forms(rates, scale, most):
+def test_both_forms_equal_a_plain_loop(rates, scale, most):
     memory, tokens = draw_tokens(rates, rates, most)
     tokens = tokens._replace(decays=tokens.decays * scale)
     expected = correct_plainly(memory.copy(), tokens)
     given = as_float32(memory, tokens)
-    # A decay of a piece is a difference of sums, which rounds as the sums do.
+    # The chunk's decays are differences of sums, rounded like the sums.
     tolerance = 1e-5 * max(1.0, scale)
     for got, limit in ((once(*given), 1e-5), (piece(*given), tolerance)):
         for array, wanted in zip(got, expected, strict=True):
             np.testing.assert_allclose(array, wanted, rtol=0, atol=limit)
-        # And a token left out is seen.
+        # A missing token is detected.
         assert np.abs(got[1][:-1] - expected[1][1:]).max() > 0.1
 
 
 @pytest.mark.one_end
-def test_tokens_that_do_not_count():
-    """With strength and decay 0 a token changes nothing, for any key."""
+def test_masked_tokens_have_no_effect():
+    """With strength and decay 0, a token changes nothing, whatever its key."""
     memory, tokens = draw_tokens(5, 1)
     past = np.arange(C) >= 23
     tokens = tokens._replace(
@@ -85,8 +85,8 @@ def test_tokens_that_do_not_count():
 
 
 @pytest.mark.one_end
-def test_equal_keys_are_solved_as_well():
-    """All keys alike: powers of their triangle would reach 1e17, its inverse 1."""
+def test_equal_keys_are_solved_accurately():
+    """With equal keys, powers of the triangle reach 1e17, its inverse stays at 1."""
     memory, tokens = draw_tokens(6, 1)
     keys = np.broadcast_to(tokens.keys[:1], tokens.keys.shape)
     tokens = tokens._replace(
@@ -99,7 +99,7 @@ def test_equal_keys_are_solved_as_well():
 
 
 @pytest.mark.one_end
-def test_a_triangle_is_inverted():
+def test_triangles_are_inverted():
     below = np.tril(np.random.default_rng(7).normal(size=(2, 8, 8)), -1)
     inverse = invert_unit_triangle(jnp.asarray(below, jnp.float32))
     np.testing.assert_allclose(
@@ -109,7 +109,7 @@ def test_a_triangle_is_inverted():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 9])
-def test_convolutions_of_a_piece_and_of_its_tokens(count):
+def test_chunked_convolution_equals_token_by_token(count):
     generator = np.random.default_rng(8)
     past, x = generator.normal(size=(3, 2, 5)), generator.normal(size=(9, 2, 5))
     weight = generator.normal(size=(2, 5, 4))

@@ -1,6 +1,6 @@
-"""Block diffusion in one jit: tokens equal to transformers' DiffusionGemma.
+"""Block diffusion in one jit: tokens equal transformers' DiffusionGemma.
 
-A random tiny model; the denoiser is the example's, on both sides.
+A random tiny model; both sides use the example's denoiser.
 """
 
 import math
@@ -77,7 +77,7 @@ def make_folder(folder):
 
 
 def denoise_with_transformers(model, key):
-    """The same samples, one at a time, with a cache of their own each."""
+    """Return the samples by transformers, one at a time, each with its own cache."""
     import torch
     import transformers
 
@@ -105,7 +105,7 @@ def denoise_with_transformers(model, key):
                         decoder_input_ids=torch.tensor(canvas)[None].long(),
                         self_conditioning_logits=logits,
                     )
-                    tokens, logits = None, out.logits  # the prompt is read once
+                    tokens, logits = None, out.logits  # the prompt is computed once
                     canvas = np.asarray(
                         keep_surest(
                             jnp.asarray(logits[0].numpy()),
@@ -121,7 +121,7 @@ def denoise_with_transformers(model, key):
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
-def test_samples_behind_one_prompt_equal_transformers(tmp_path):
+def test_samples_of_one_prompt_equal_transformers(tmp_path):
     reference = make_folder(tmp_path)
     denoiser = load(tmp_path)
     sizes = Sizes(SAMPLES, BLOCKS, STEPS, len(PROMPT) + BLOCKS * CANVAS)
@@ -129,7 +129,7 @@ def test_samples_behind_one_prompt_equal_transformers(tmp_path):
     key = jax.random.key(5)
     cache, tokens = denoise(denoiser, cache, PROMPT, key, sizes)
     assert tokens.tolist() == denoise_with_transformers(reference, key)
-    # The prompt's full block is stored once; each sample has its own from there on.
+    # The prompt's full block is stored once; later blocks belong to one sample each.
     group = cache.metadata.leader  # of full attention
     ids = np.flatnonzero(jkv.context_lengths(cache)).tolist()
     blocks = [jkv.block_ids(cache, seq_id, group=group) for seq_id in ids]
@@ -137,7 +137,7 @@ def test_samples_behind_one_prompt_equal_transformers(tmp_path):
     assert len(owned) == 1 and len({int(row[1]) for row in blocks}) == SAMPLES
 
 
-def test_the_surest_tokens_stay():
+def test_the_most_confident_tokens_are_kept():
     logits = jnp.log(
         jnp.array([[[0.9, 0.1], [0.4, 0.6], [0.2, 0.8]], [[0.5, 0.5]] * 3])
     )

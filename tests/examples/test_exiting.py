@@ -1,4 +1,4 @@
-"""Scripts end on Ctrl-C in one line, at once, even while other threads run."""
+"""Scripts exit on Ctrl-C immediately with one line, even if other threads run."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ with errors_in_one_line():
 
 
 def test_ctrl_c_while_xla_compiles():
-    """Else the compiler goes on while Python takes its client away: SIGSEGV."""
+    """If Python destroys the client while XLA compiles, the process crashes."""
     script = "from generating.exiting import errors_in_one_line\n" + COMPILING
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -49,8 +49,8 @@ def test_ctrl_c_while_xla_compiles():
     assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
 
 
-def test_ctrl_c_during_an_import_ends_at_once(tmp_path, monkeypatch, capsys):
-    """Half of a module in C++ crashes, or turns the interrupt into an ImportError."""
+def test_ctrl_c_during_an_import_exits_at_once(tmp_path, monkeypatch, capsys):
+    """A half-initialized C++ module crashes or raises an ImportError instead."""
     (tmp_path / "interrupted_module.py").write_text(
         "import signal\n"
         "try:\n"
@@ -65,7 +65,7 @@ def test_ctrl_c_during_an_import_ends_at_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
-def test_ctrl_c_elsewhere_can_be_cleaned_up_after(capsys):
+def test_ctrl_c_elsewhere_allows_cleanup(capsys):
     done = []
     with pytest.raises(SystemExit) as ended, exiting.errors_in_one_line():
         try:
@@ -77,7 +77,7 @@ def test_ctrl_c_elsewhere_can_be_cleaned_up_after(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_job_in_the_background_goes_on(capsys):
+def test_a_background_job_continues(capsys):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with exiting.errors_in_one_line():
@@ -89,7 +89,7 @@ def test_a_job_in_the_background_goes_on(capsys):
 
 
 @pytest.mark.parametrize(
-    "error, status, says",
+    "error, status, message",
     [
         (ValueError("a number\n  of two lines"), 2, "error: a number of two lines\n"),
         (FileNotFoundError(2, "No such file", "x"), 1, "[Errno 2] No such file: 'x'"),
@@ -97,18 +97,18 @@ def test_a_job_in_the_background_goes_on(capsys):
         (ModuleNotFoundError("no uvicorn", name="uvicorn"), 1, "'.[http]'"),
     ],
 )
-def test_expected_errors_print_one_line(capsys, error, status, says):
+def test_expected_errors_print_one_line(capsys, error, status, message):
     with (
         pytest.raises(SystemExit) as ended,
         exiting.errors_in_one_line(),
         exiting.answering_errors(),
     ):
         raise error
-    said = capsys.readouterr().err
-    assert ended.value.code == status and says in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == status and message in output and output.count("\n") == 1
 
 
-def test_faults_of_the_program_keep_their_traceback():
+def test_bugs_keep_their_traceback():
     with (
         pytest.raises(KeyError),
         exiting.errors_in_one_line(),
@@ -117,9 +117,7 @@ def test_faults_of_the_program_keep_their_traceback():
         raise KeyError("a bug")
 
 
-def test_flags_that_the_doctor_kept_are_set_before_jax_is_imported(
-    monkeypatch, tmp_path
-):
+def test_flags_stored_by_the_doctor_are_set_before_importing_jax(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XLA_FLAGS", "")
     xla_flags.keep_flags([xla_flags.NO_COMMAND_BUFFERS])

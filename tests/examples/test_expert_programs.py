@@ -1,7 +1,7 @@
 """Programs on GLM, Hunyuan, ERNIE and others: tokens equal transformers'.
 
-In a queue, two at a time, in chunks of four tokens, cold and with warm prefixes; on a
-plain cache, or with a pool for each window where layers have some.
+In a queue, two at a time, in chunks of four tokens, with cold and warm prefixes; on a
+plain cache, or with a pool per window.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 
 import jkv
 
@@ -27,7 +27,7 @@ generate = jax.jit(
 
 
 def make_config(model):
-    """A cache for three texts that keeps prefixes, of groups where windows differ."""
+    """Return a cache for three sequences with prefix caching, grouped by windows."""
     sizes = dict(block_size=4, dtype=jnp.float32, prefix_caching=True)
     fields, windows = {**model.cache_fields}, model.config.windows
     if not any(windows):

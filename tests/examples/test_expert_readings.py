@@ -12,7 +12,7 @@ import pretrained.rope as rope
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import published_models as published
+from support.checkpoints import published_models as published
 from support.paths import FIXTURES
 
 pytestmark = pytest.mark.one_end
@@ -66,7 +66,7 @@ def test_hunyuan():
     assert (experts.count, experts.per_token, experts.inner) == (64, 8, 3072)
     assert experts.shared_inner == 3072 and experts.is_normalised
     assert all(moe.expert_layers)
-    # Without an alpha it has the usual meaning.
+    # Without alpha it is plain dynamic scaling.
     rope_scaling = dict(type="dynamic", factor=2.0)
     assert parse("HUNYUAN_1_8B", rope_scaling=rope_scaling).ropes[0].scaling == (
         "dynamic"
@@ -109,7 +109,7 @@ def test_minimax_m2():
     assert experts.has_sigmoid and experts.is_normalised and not experts.shared_inner
     assert config.qk_norm == "all" and config.ropes[0].dim == 64
     assert config.quantization.block == (128, 128)
-    # As later files say it.
+    # In the newer form of config.json.
     newer = dict(rope_theta=5e6, rope_type="default", partial_rotary_factor=0.5)
     again = parse("MINIMAX_M2", rope_parameters=newer, rotary_dim=None, rope_theta=None)
     assert again.ropes == config.ropes
@@ -127,8 +127,8 @@ def test_phimoe():
     assert plain.ropes[0] == pretrained.Rope(dim=128)
 
 
-def test_magnitudes_of_long_texts():
-    """Of a text around the length before scaling, and of one length for all texts."""
+def test_longrope_magnitudes():
+    """For sequences around the original length, and for a fixed length."""
     turned = pretrained.Rope(
         dim=4,
         scaling="longrope",
@@ -208,7 +208,7 @@ def test_multi_token_prediction_layers_are_skipped(
         ("HUNYUAN_A13B", dict(moe_intermediate_size=16), "experts of 16 units"),
         ("HUNYUAN_A13B", dict(moe_layer_num_skipped=2), "moe_layer_num_skipped 2"),
         ("HUNYUAN_A13B", dict(use_mixed_mlp_moe=False), "use_mixed_mlp_moe False"),
-        # ERNIE's models that see have experts of two kinds.
+        # ERNIE's vision-language models have two kinds of experts.
         ("ERNIE_21B", dict(moe_num_experts=[64, 64]), "'num_experts' must be an int"),
         ("MINIMAX_M2", dict(attn_type_list=[0] * 62), "lightning attention"),
         ("MINIMAX_M2", dict(qk_norm_type="per_head"), "qk_norm_type 'per_head'"),

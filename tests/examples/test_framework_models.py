@@ -1,4 +1,4 @@
-"""The Flax NNX and the Equinox example agree with plain attention over whole texts."""
+"""The Flax NNX and Equinox examples agree with plain attention over whole sequences."""
 
 import dataclasses
 import inspect
@@ -17,8 +17,8 @@ import jkv
 # Absolute, for logits up to about 10 in float32.
 TOLERANCE = 2e-5
 
-TEXTS = ([5, 17, 80, 3, 9, 33, 2, 61, 44, 90, 7], [42, 7, 18], [1, 2, 3, 4, 5, 6])
-# Tokens that each text gets in each call: uneven chunks, then single tokens.
+SEQUENCES = ([5, 17, 80, 3, 9, 33, 2, 61, 44, 90, 7], [42, 7, 18], [1, 2, 3, 4, 5, 6])
+# Tokens of each sequence by call: uneven chunks, then single tokens.
 CHUNKS = ((4, 0, 1), (5, 1, 3), (1, 1, 1), (1, 1, 1))
 
 
@@ -45,17 +45,19 @@ def example(request):
 
 @pytest.fixture(scope="module")
 def expected(example):
-    """Each text's logits by plain attention."""
+    """Return each sequence's logits by plain attention."""
     dense = jax.jit(example[-1])
-    # Padded to one length: no token sees the padding after it.
-    padded = [text + [0] * (len(TEXTS[0]) - len(text)) for text in TEXTS]
-    rows = [np.asarray(dense(jnp.asarray(text, jnp.int32))) for text in padded]
-    return [row[: len(text)] for row, text in zip(rows, TEXTS, strict=True)]
+    # Padded to one length: the padding is causally masked.
+    padded = [
+        sequence + [0] * (len(SEQUENCES[0]) - len(sequence)) for sequence in SEQUENCES
+    ]
+    rows = [np.asarray(dense(jnp.asarray(sequence, jnp.int32))) for sequence in padded]
+    return [row[: len(sequence)] for row, sequence in zip(rows, SEQUENCES, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def step(example):
-    """One jitted step; from `start` on, tokens have positions one too low."""
+    """Return a jitted step; from `start` on, positions are one too low."""
     _, model, params, _ = example
 
     @jax.jit
@@ -70,7 +72,7 @@ def step(example):
 
 
 def paged_logits(module, step, start=NEVER):
-    """Feed the texts in chunks, packed into one array; return each one's logits."""
+    """Compute the sequences in packed chunks; return each one's logits."""
     config = jkv.CacheConfig(
         num_layers=module.LAYERS,
         num_kv_heads=module.KV_HEADS,
@@ -82,10 +84,10 @@ def paged_logits(module, step, start=NEVER):
         dtype=jnp.float32,
     )
     cache, opened = jkv.allocate(jkv.init(config), jnp.zeros(3, jnp.int32))
-    rows = [[] for _ in TEXTS]
+    rows = [[] for _ in SEQUENCES]
     done = np.zeros(3, int)
     for counts in CHUNKS:
-        pieces = [t[n : n + c] for t, n, c in zip(TEXTS, done, counts, strict=True)]
+        pieces = [t[n : n + c] for t, n, c in zip(SEQUENCES, done, counts, strict=True)]
         tokens = np.full(12, -1, np.int32)
         tokens[: sum(counts)] = sum(pieces, [])
         cache, status, logits = step(
@@ -100,7 +102,7 @@ def paged_logits(module, step, start=NEVER):
         for row, end, count in zip(rows, ends, counts, strict=True):
             row.extend(np.asarray(logits[end - count : end]))
         done += counts
-    assert done.tolist() == [len(text) for text in TEXTS]
+    assert done.tolist() == [len(sequence) for sequence in SEQUENCES]
     return [np.stack(row) for row in rows]
 
 
@@ -115,7 +117,7 @@ def test_tolerance_catches_wrong_answers(example, step, expected):
     shifted = paged_logits(example[0], step, start=4)[0]
     np.testing.assert_allclose(shifted[:4], first[:4], rtol=0, atol=TOLERANCE)
     assert np.abs(shifted[4:] - first[4:]).max(axis=-1).min() > 100 * TOLERANCE
-    # Nor could one sequence's logits pass for another's, or zeros for either.
+    # Other sequences' logits and zeros differ, too.
     assert np.abs(first[:3] - second).max(axis=-1).min() > 100 * TOLERANCE
     assert np.abs(first).max(axis=-1).min() > 100 * TOLERANCE
 

@@ -1,4 +1,4 @@
-"""`generate.py`: prompts, options, errors, texts and endings."""
+"""`generate.py`: prompts, options, errors, streamed text and exits."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from jkv.serving import Completion
 
 pytestmark = pytest.mark.one_end
 
-# Llama 2's way: text that the vocabulary lacks is spelt in bytes.
+# Byte fallback as in Llama 2.
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
 
@@ -43,7 +43,7 @@ def pieces(tokenizer, prompt, tokens, **options):
     return [*shown, stream.advance(tokens, has_ended=True)]
 
 
-def test_characters_in_bytes_are_shown_once(byte_tokenizer):
+def test_byte_fallback_characters_are_shown_once(byte_tokenizer):
     tokens = [*"日本".encode(), 256, 257, *"é".encode()]
     shown = pieces(byte_tokenizer, [256], tokens)
     assert "".join(shown) == "a日本a bé"
@@ -51,25 +51,25 @@ def test_characters_in_bytes_are_shown_once(byte_tokenizer):
 
 
 @pytest.mark.parametrize("left_over", [1, 2])
-def test_half_a_character_at_the_end_is_left_out(byte_tokenizer, left_over):
+def test_an_incomplete_character_at_the_end_is_dropped(byte_tokenizer, left_over):
     tokens = [*"日".encode(), *"日".encode()[:left_over]]
     assert "".join(pieces(byte_tokenizer, [256], tokens)) == "a日"
 
 
-def test_bytes_that_are_no_text_repeat_nothing_shown(byte_tokenizer):
+def test_invalid_bytes_repeat_nothing(byte_tokenizer):
     tokens = [256, *"日".encode(), 0xE6, 257, 256]
     shown = "".join(pieces(byte_tokenizer, [256], tokens))
     assert shown == byte_tokenizer.decode([256, *tokens]) == "aa" + "\ufffd" * 4 + " ba"
 
 
-def test_characters_in_parts_wait_for_the_rest():
+def test_partial_characters_are_held_back():
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokens = tokenizer.encode("東京 is 🐍").ids
     shown = pieces(tokenizer, tokens[:1], tokens[1:])
     assert "".join(shown) == "東京 is 🐍" and "\ufffd" not in "".join(shown)
 
 
-def test_of_a_chat_the_answer_alone_is_shown():
+def test_only_the_answer_of_a_chat_is_shown():
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokens = tokenizer.encode("Question Answer").ids
     num_asked = len(tokenizer.encode("Question").ids)
@@ -77,7 +77,7 @@ def test_of_a_chat_the_answer_alone_is_shown():
     assert stream.advance(tokens[num_asked:], has_ended=True) == " Answer"
 
 
-def test_a_tokenizer_neither_pads_nor_truncates(tmp_path):
+def test_the_tokenizer_neither_pads_nor_truncates(tmp_path):
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     tokenizer.enable_padding(length=32)
     tokenizer.enable_truncation(2)
@@ -89,7 +89,7 @@ def test_a_tokenizer_neither_pads_nor_truncates(tmp_path):
     assert [each.ids for each in found] == [each.ids for each in expected]
 
 
-def test_prompts_of_a_file(tmp_path, monkeypatch):
+def test_prompts_are_read_from_a_file(tmp_path, monkeypatch):
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeffone\r\n\n  \nzwölf\n".encode())
     assert prompts.read_texts(["zero"], str(path)) == ["zero", "one", "zwölf"]
@@ -106,7 +106,7 @@ def test_prompts_of_a_file(tmp_path, monkeypatch):
         prompts.read_texts([os.fsdecode(b"\xff")], None)
 
 
-def test_tokens_that_the_model_has_not_are_refused():
+def test_tokens_unknown_to_the_model_are_refused():
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     options = dict(context=64, has_special_tokens=False)
     ids = prompts.encode(tokenizer, ["The with"], vocabulary=3072, **options)
@@ -114,7 +114,7 @@ def test_tokens_that_the_model_has_not_are_refused():
         prompts.encode(tokenizer, ["The with"], vocabulary=5, **options)
 
 
-def test_prompts_of_about_a_length_have_one_shape():
+def test_prompt_lengths_are_padded_to_buckets():
     assert prompts.pad([[1] * 3], 2048).shape == prompts.pad([[1] * 64], 2048).shape
     padded = prompts.pad([[1, 2], [3]], 100)
     assert padded.shape == (2, 64) and padded[1].tolist() == [3] + [-1] * 63
@@ -126,7 +126,7 @@ def parsed(monkeypatch, *arguments):
     return parse_arguments("a test")
 
 
-def test_new_tokens_are_bounded_by_the_context(monkeypatch):
+def test_new_tokens_are_limited_by_the_context(monkeypatch):
     options = parsed(monkeypatch, "The with", "--max-new-tokens", str(10**12))
     task = command.prepare(options)
     context = task.model.config.max_context_length
@@ -134,18 +134,18 @@ def test_new_tokens_are_bounded_by_the_context(monkeypatch):
     assert task.config.max_context_length == context
 
 
-def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
-    """Two of three layers see eight tokens; an engine takes cache and prompts.
+def test_windowed_layers_have_their_own_pool(monkeypatch, tmp_path):
+    """Two of three layers have a window of eight; an engine accepts cache and prompts.
 
-    `test_pretrained_parity.py` shows that the texts equal transformers'.
+    `test_pretrained_parity.py` compares the tokens with transformers.
     """
     folder = FIXTURES / "checkpoints" / "gemma3"
     for file in [*folder.iterdir(), BUNDLED / "tokenizer.json"]:
         (tmp_path / file.name).symlink_to(file)
     expected = np.load(folder / "expected.npz")
     tokens = np.split(expected["prompts"], np.cumsum(expected["prompt_lengths"]))
-    texts = [each.tolist() for each in tokens[:-1]]
-    monkeypatch.setattr(command.prompts, "encode", lambda *_, **__: texts)
+    rows = [each.tolist() for each in tokens[:-1]]
+    monkeypatch.setattr(command.prompts, "encode", lambda *_, **__: rows)
     greedy = ["--temperature", "0", "--repetition-penalty", "1"]
     arguments = ["x", "--model", str(tmp_path), "--max-new-tokens", "51", *greedy]
     options = parsed(monkeypatch, *arguments)
@@ -157,7 +157,7 @@ def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
     assert engine.stats().waiting == len(numbers) == 3 and not engine.is_idle
 
 
-def test_a_window_as_long_as_the_texts_needs_no_groups():
+def test_a_window_as_long_as_the_sequences_needs_no_groups():
     model, _ = pretrained.load(FIXTURES / "checkpoints" / "gemma3")
     sizes = dict(step_tokens=8, max_sequences=1)
     assert len(model.cache_config(8, **sizes).groups) == 1
@@ -185,7 +185,7 @@ def test_a_window_as_long_as_the_texts_needs_no_groups():
 def test_generation_config_sets_sampling_defaults(
     monkeypatch, tmp_path, settings, arguments, expected
 ):
-    """The command line comes first, then generation_config.json, then our defaults."""
+    """The command line precedes generation_config.json, which precedes our defaults."""
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     options = parsed(monkeypatch, "--model", str(tmp_path), *arguments)
     sampling = command.choose_sampling(options)
@@ -194,7 +194,7 @@ def test_generation_config_sets_sampling_defaults(
     assert found == defaults | expected
 
 
-def test_settings_of_sampling_are_checked(monkeypatch, tmp_path):
+def test_sampling_settings_are_validated(monkeypatch, tmp_path):
     path = tmp_path / "generation_config.json"
     for settings in ({"top_k": "many"}, {"top_k": 1.5}, {"do_sample": "yes"}):
         path.write_text(json.dumps(settings))
@@ -215,7 +215,7 @@ CHATML = (
 
 
 @pytest.mark.parametrize("place", ["text", "list", "file"])
-def test_a_chat_is_written_as_the_checkpoint_has_it(tmp_path, place):
+def test_a_chat_uses_the_checkpoints_template(tmp_path, place):
     settings = {"bos_token": {"content": "<s>"}}
     if place == "text":
         settings["chat_template"] = CHATML
@@ -232,12 +232,12 @@ def test_a_chat_is_written_as_the_checkpoint_has_it(tmp_path, place):
         pretrained.render_chat(tmp_path, [{"role": "alien", "content": ""}])
 
 
-def test_a_model_that_cannot_chat_is_named():
+def test_a_model_without_a_chat_template_is_reported():
     with pytest.raises(ValueError, match="pydoc has no chat template"):
         pretrained.render_chat(BUNDLED, "hello")
 
 
-def test_samples_as_json(capsys):
+def test_samples_are_printed_as_json(capsys):
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     options = argparse.Namespace(chat=False, json=True, stop=[])
     shown, reason = output.Shown(tokenizer, [[4]], options), jkv.FinishReason
@@ -253,27 +253,27 @@ def test_samples_as_json(capsys):
         "finish_reason": "STOP",
     }
     assert (second["sample"], second["finish_reason"]) == (1, "LENGTH")
-    # Before a stop the text is the engine's.
+    # Without the stop string, the text equals the engine's.
     options.stop = ["e"]
     shown.show(0, Completion(7, 0, [5, 6], [-1.0, -0.5], reason.STOP, "x"))
     assert json.loads(capsys.readouterr().out)["text"] == "x"
 
 
 @pytest.mark.parametrize(
-    "error, status, says",
+    "error, status, message",
     [(KeyboardInterrupt, 130, "interrupted"), (BrokenPipeError, 141, "was closed")],
 )
-def test_interruptions_end_in_one_line(tmp_path, monkeypatch, error, status, says):
-    said = io.StringIO()
-    with open(tmp_path / "out", "w") as out, contextlib.redirect_stderr(said):
+def test_interrupts_exit_with_one_line(tmp_path, monkeypatch, error, status, message):
+    errors = io.StringIO()
+    with open(tmp_path / "out", "w") as out, contextlib.redirect_stderr(errors):
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(SystemExit) as ended, exiting.errors_in_one_line():
             raise error
     assert ended.value.code == status
-    assert len(said.getvalue().split("\n")) == 3 and says in said.getvalue()
+    assert len(errors.getvalue().split("\n")) == 3 and message in errors.getvalue()
 
 
-def test_ctrl_c_is_answered_while_jax_is_imported(monkeypatch, capsys):
+def test_ctrl_c_while_jax_is_imported(monkeypatch, capsys):
     class Interrupted(types.ModuleType):
         def __getattr__(self, name):
             raise KeyboardInterrupt
@@ -327,7 +327,7 @@ def test_every_key_of_a_config_is_checked_by_type(key, value):
         pretrained.parse_config(raw | {key: value})
 
 
-def test_options_that_count_start_at_one():
+def test_counting_options_start_at_one():
     for name in ("max_new_tokens", "num_samples"):
         counts = {"max_new_tokens": 1, "num_samples": 1, name: 0}
         options = argparse.Namespace(**counts)

@@ -1,4 +1,4 @@
-"""GGUF files give the model, the weights and the tokenizer that they were made of."""
+"""GGUF files give the model, weights and tokenizer that they were written from."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 from pretrained.gguf_reading import stored
 from pretrained.rope import frequencies
-from support import checkpoint_fixtures as fixtures
-from support import gguf_writing as writing
+from support.checkpoints import checkpoint_fixtures as fixtures
+from support.checkpoints import gguf_writing as writing
 
 from jkv.commands.capacity import make_plan
 from jkv.config import gguf_file
@@ -22,7 +22,7 @@ from jkv.config.gguf_file import read_file
 
 pytestmark = pytest.mark.one_end
 FULL = dict(use_sliding_window=False, layer_types=None)
-# Settings that a file of the architecture cannot change.
+# Settings that a GGUF file of the architecture cannot change.
 CASES = {
     "llama2": {},
     "llama_linear": {},
@@ -51,7 +51,7 @@ TEXTS = (
 
 @pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path, monkeypatch):
-    """Folders that are made of files go where the test's other files are."""
+    """Derived folders are written to the test's temporary directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))
@@ -61,8 +61,8 @@ def comparable(config):
     return dataclasses.replace(config, dtype_name="float32", stop_tokens=())
 
 
-def read_what_a_file_can_say(name):
-    """A checkpoint's settings and tensors; all layers have experts if one has."""
+def read_all_keys_of_a_file(name):
+    """Return a checkpoint's configuration and tensors, with experts in all layers."""
     raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / name)
     raw |= CASES[name]
     if raw["tie_word_embeddings"]:
@@ -84,8 +84,8 @@ def read_what_a_file_can_say(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_gives_the_settings_and_the_weights_of_its_checkpoint(name, tmp_path):
-    raw, tensors = read_what_a_file_can_say(name)
+def test_a_file_has_the_settings_and_weights_of_its_checkpoint(name, tmp_path):
+    raw, tensors = read_all_keys_of_a_file(name)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
@@ -99,13 +99,13 @@ def test_a_file_gives_the_settings_and_the_weights_of_its_checkpoint(name, tmp_p
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_for_a_file_is_that_for_its_checkpoint(name, tmp_path):
-    raw, tensors = read_what_a_file_can_say(name)
+def test_a_plan_for_a_file_equals_that_for_its_checkpoint(name, tmp_path):
+    raw, tensors = read_all_keys_of_a_file(name)
     path = writing.write(tmp_path / "model.gguf", raw, tensors)
     settings = tmp_path / "config.json"
     settings.write_text(json.dumps(raw | dict(dtype="bfloat16")))
     found, weights = make_plan(path, "16MB"), sum(a.size for a in tensors.values())
-    assert 0 <= found.weights - 2 * weights <= 2 * 12  # factors of phi3 beside them
+    assert 0 <= found.weights - 2 * weights <= 2 * 12  # also RoPE factors of phi3
     expected = make_plan(settings, "16MB", weights=found.weights)
     assert dataclasses.replace(found, notes=[]) == dataclasses.replace(
         expected, notes=[]
@@ -117,8 +117,8 @@ def test_a_plan_for_a_file_is_that_for_its_checkpoint(name, tmp_path):
 
 
 def test_a_matrix_of_one_row_may_be_a_vector(tmp_path):
-    """As older converters have written it."""
-    raw, tensors = read_what_a_file_can_say("qwen2_moe")
+    """Older converters write it as a vector."""
+    raw, tensors = read_all_keys_of_a_file("qwen2_moe")
     path = writing.write(tmp_path / "model.gguf", raw, tensors)
     config = pretrained.read_config(path)
     wanted = pretrained.read_params(path, config, jnp.dtype("float32"))
@@ -130,7 +130,7 @@ def test_a_matrix_of_one_row_may_be_a_vector(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
 
 
-def test_factors_of_llama_3_turn_as_its_settings_do(tmp_path):
+def test_llama_3_factors_equal_the_rope_settings(tmp_path):
     folder = fixtures.FIXTURES / "llama3"
     raw, tensors = writing.read_checkpoint(folder)
     rope = raw["rope_parameters"]
@@ -146,7 +146,7 @@ def test_factors_of_llama_3_turn_as_its_settings_do(tmp_path):
     assert found.magnitude == expected.magnitude
 
 
-def test_text_is_cut_as_by_the_tokenizer_that_the_file_was_made_of(tmp_path):
+def test_tokenization_equals_the_original_tokenizer(tmp_path):
     written = json.loads((fixtures.PYDOC / "tokenizer.json").read_text())
     raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
     numbered = written["model"]["vocab"] | {
@@ -174,7 +174,7 @@ def test_text_is_cut_as_by_the_tokenizer_that_the_file_was_made_of(tmp_path):
 
 
 class TestRefused:
-    """By name, before any weight is read, and with the fix."""
+    """Refused by name before any weight is read, with the fix."""
 
     def model(self):
         return writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
@@ -184,7 +184,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="'rwkv7'.*llama, qwen2.*safetensors"):
             pretrained.load(path)
 
-    def test_windows_of_olmo_3_and_a_way_to_cut_texts(self, tmp_path):
+    def test_olmo_3_windows_and_an_unknown_pretokenizer(self, tmp_path):
         raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "olmo2")
         path = tmp_path / "a.gguf"
         writing.write(path, raw | dict(sliding_window=8), tensors)
@@ -197,15 +197,15 @@ class TestRefused:
         with pytest.raises(ValueError, match="'tekken'.*tokenizer.json"):
             pretrained.load(path)
 
-    def test_a_kind_of_tensor(self, tmp_path, monkeypatch):
+    def test_an_unsupported_tensor_type(self, tmp_path, monkeypatch):
         path = writing.write(tmp_path / "a.gguf", *self.model(), kind="BF16")
         assert pretrained.load(path)
         path = path.rename(tmp_path / "b.gguf")
         monkeypatch.setattr(stored, "KINDS", ("F32",))
-        with pytest.raises(ValueError, match="kinds.*'BF16'.*another quantization"):
+        with pytest.raises(ValueError, match="types.*'BF16'.*another quantization"):
             pretrained.load(path)
 
-    def test_a_tensor_that_the_model_would_not_use(self, tmp_path):
+    def test_an_unused_tensor(self, tmp_path):
         raw, tensors = self.model()
         tensors["blk.0.attn_gate.weight"] = np.ones((32, 32), np.float32)
         path = writing.write(tmp_path / "a.gguf", raw, tensors)
@@ -227,9 +227,9 @@ class TestRefused:
             changed = bytearray(whole)
             changed[place : place + 4] = rng.bytes(4)
             path.write_bytes(changed)
-            with contextlib.suppress(ValueError):  # a changed number may still be one
+            with contextlib.suppress(ValueError):  # a changed number may be valid
                 read_file(path)
-        many = len(whole).to_bytes(8, "little")  # more fields than there are bytes
+        many = len(whole).to_bytes(8, "little")  # more fields than bytes
         path.write_bytes(whole[:16] + many + whole[24:])
         with pytest.raises(ValueError, match="ends before its metadata"):
             read_file(path)
@@ -280,8 +280,8 @@ class TestRefused:
             ("tokenizer.chat_template", 7, "a text"),
         ],
     )
-    def test_metadata_of_another_kind(self, tmp_path, monkeypatch, key, value, words):
-        """As a file has it that was written wrongly: named by file and key."""
+    def test_metadata_of_wrong_types(self, tmp_path, monkeypatch, key, value, words):
+        """Errors name the file and the key."""
         path = writing.write(tmp_path / "a.gguf", *self.model())
         read = gguf_file._Reader.read_head
 
@@ -293,7 +293,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=f"a.gguf: {key} .*{words}"):
             read_file(path)
 
-    def test_arrays_in_arrays_without_end(self, tmp_path):
+    def test_deeply_nested_arrays(self, tmp_path):
         def number(value, size):
             return value.to_bytes(size, "little")
 
@@ -312,7 +312,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="a.gguf is damaged"):
             read_file(path)
 
-    def test_a_part_that_is_missing_and_a_choice(self, tmp_path):
+    def test_a_missing_part_and_an_ambiguous_choice(self, tmp_path):
         name = "model-{:05d}-of-00002.gguf"
         writing.write(tmp_path / name.format(1), *self.model())
         with pytest.raises(FileNotFoundError, match="lacks the parts.*00002-of-00002"):
@@ -328,7 +328,7 @@ class TestRefused:
             pretrained.load(path)
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path):
+def test_a_changed_file_is_read_again(tmp_path):
     raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
     path = writing.write(tmp_path / "model.gguf", raw, tensors)
     first = pretrained.find_folder(path)

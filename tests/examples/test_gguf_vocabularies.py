@@ -21,24 +21,24 @@ BYTES = dict(model="gpt2", pre="gpt-2", merges=["a b", "1 2"])
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", "a", "▁a"]
 
 
-def make_file(more=(), architecture="llama", general=(), **said):
-    """A file with more tokens than the letters."""
-    said = BYTES | {"tokens": [*LETTERS, *more]} | said
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+def make_file(more=(), architecture="llama", general=(), **fields):
+    """Return a file with more tokens than the letters."""
+    fields = BYTES | {"tokens": [*LETTERS, *more]} | fields
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     metadata |= {"general.architecture": architecture} | dict(general)
     return GGUFile((Path("model.gguf"),), metadata, {})
 
 
-def make_pieces(**said):
-    """A file of SentencePiece's family."""
-    said = dict(model="llama", tokens=PIECES, scores=[0.0] * len(PIECES)) | said
-    file = make_file(**said)
+def make_pieces(**fields):
+    """Return a file of SentencePiece's family."""
+    fields = dict(model="llama", tokens=PIECES, scores=[0.0] * len(PIECES)) | fields
+    file = make_file(**fields)
     del file.metadata["tokenizer.ggml.merges"], file.metadata["tokenizer.ggml.pre"]
     return file
 
 
-def ends(*tokens, **said):
-    file = make_file(tokens, **said)
+def ends(*tokens, **fields):
+    file = make_file(tokens, **fields)
     listed = file.metadata["tokenizer.ggml.tokens"]
     return {listed[number] for number in find_ends(file)}
 
@@ -54,18 +54,18 @@ def ends(*tokens, **said):
     ],
 )
 def test_the_pretokenizer_sets_the_bos_token(pre, begins):
-    """Not the family; and a key says it where it is there."""
-    for said, expected in (({}, begins), ({"add_bos_token": True}, True)) + (
+    """The family does not matter; an explicit key overrides the pretokenizer."""
+    for fields, expected in (({}, begins), ({"add_bos_token": True}, True)) + (
         ({"add_bos_token": False}, False),
     ):
-        file = make_file(["<s>"], pre=pre, bos_token_id=10, **said)
+        file = make_file(["<s>"], pre=pre, bos_token_id=10, **fields)
         assert make_tokenizer(file).encode("ab").ids == [10] * expected + [2]
-    # Without the key of a beginning there is none to add.
+    # Without a BOS id none is added.
     assert make_tokenizer(make_file(["<s>"], pre=pre)).encode("ab").ids == [2]
 
 
-def test_sentencepiece_has_defaults_of_its_own():
-    """The numbers of <unk>, <s> and </s>, a beginning and no end."""
+def test_sentencepiece_has_its_own_defaults():
+    """The ids of <unk>, <s> and </s>, with a BOS token and no EOS token."""
     file = make_pieces()
     tokenizer = make_tokenizer(file)
     assert tokenizer.encode("a").tokens == ["<s>", "▁a"]
@@ -89,25 +89,25 @@ def test_sentencepiece_has_defaults_of_its_own():
     ],
 )
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_turns_end_by_the_texts_of_tokens(text, kind):
-    """For any type in the file; and a text of it is that token."""
+def test_end_of_turn_tokens_are_found_by_their_text(text, kind):
+    """Their type in the file has no effect; their text is encoded as that token."""
     tokens = ["<x>", text]
     file = make_file(tokens, token_type=[1] * len(LETTERS) + [1, kind])
     assert find_ends(file) == [11]
     encoded = make_tokenizer(file).encode(f"a{text}b")
     assert encoded.ids == [0, 11, 1]
-    assert make_tokenizer(file).decode(encoded.ids) == "ab"  # it is not shown
+    assert make_tokenizer(file).decode(encoded.ids) == "ab"  # not shown
 
 
-def test_keys_name_further_ends():
+def test_keys_name_additional_end_tokens():
     keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
     for number, key in enumerate(keys):
         assert ends(*"uvwxyz", **{f"{key}_token_id": 10 + number}) == {"uvwxyz"[number]}
-    # A key of the kind says that another text is none.
+    # A key of this kind overrides the token found by its text.
     assert ends("u", "<|fim_pad|>", fim_pad_token_id=10) == {"u"}
 
 
-def test_the_end_of_a_part_is_no_end_where_others_are():
+def test_an_end_of_message_is_no_end_token_beside_others():
     for others in (
         ("<|return|>", "<|call|>"),
         ("<|return|>", "<|calls|>"),
@@ -117,7 +117,7 @@ def test_the_end_of_a_part_is_no_end_where_others_are():
         assert ends("<|end|>", *others) == {*others}
     assert ends("<|end|>", "<|call|>") == {"<|end|>", "<|call|>"}
     assert ends("</s>", "<|tool_response>") == {"<|tool_response>"}
-    # Tokens of an answer's parts are shown, as they are no end.
+    # Tokens within an answer are shown, as they are not end tokens.
     parts = (
         "<|start|>",
         "<|channel|>",
@@ -132,8 +132,8 @@ def test_the_end_of_a_part_is_no_end_where_others_are():
     assert ids == [*range(10, 16)] and tokenizer.decode(ids) == "".join(parts[:4])
 
 
-def test_tokens_of_other_characters_than_bytes_are_written_in_stay_whole():
-    """As in DeepSeek's vocabularies of bytes."""
+def test_tokens_with_non_byte_characters_are_not_split():
+    """DeepSeek's byte-level vocabularies have such tokens."""
     special = ["<｜User｜>", "<｜begin▁of▁sentence｜>"]
     file = make_file(special, token_type=[1] * len(LETTERS) + [3, 3])
     assert make_tokenizer(file).encode(f"{special[1]}a{special[0]}b").ids == [
@@ -144,7 +144,7 @@ def test_tokens_of_other_characters_than_bytes_are_written_in_stay_whole():
     ]
 
 
-def test_phi_3_takes_the_white_space_behind_special_tokens():
+def test_phi_3_strips_white_space_after_special_tokens():
     special = ["<|user|>", "<|end|>", "<|endoftext|>"]
     for name, behind in (("Phi-3-mini", True), ("phi3", True), ("other", False)):
         file = make_file(
@@ -157,32 +157,32 @@ def test_phi_3_takes_the_white_space_behind_special_tokens():
         assert encode("<|endoftext|> a").ids == [12, 3, 0]
 
 
-def test_a_file_without_a_pretokenizer_is_named(caplog):
+def test_a_missing_pretokenizer_is_reported(caplog):
     with caplog.at_level(logging.WARNING):
         found = make_tokenizer(make_file(pre=None))
     assert "model.gguf does not say how texts are cut" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        said = make_tokenizer(make_file(pre="default"))
+        fields = make_tokenizer(make_file(pre="default"))
     assert not caplog.text
     text = "ab!? 1234 ab"
-    for tokenizer in (found, said):
+    for tokenizer in (found, fields):
         pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        # Of llama.cpp's default, which is neither GPT-2's nor Llama 3's.
+        # llama.cpp's default differs from GPT-2's and Llama 3's.
         assert [piece for piece, _ in pieces] == ["ab", "!?", "Ġ", "123", "4", "Ġab"]
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert plain.pre_tokenize_str(text) != pieces
 
 
-def test_a_whole_word_is_a_token_where_llama_3_has_it_so():
-    """Tokens that no merges make are found by these alone."""
+def test_whole_words_are_tokens_in_llama_3():
+    """Tokens without merges are found only by these pretokenizers."""
     for pre, expected in (("llama-bpe", [9]), ("smaug-bpe", [2, 0]), ("glm4", [2, 0])):
         tokens = ["a", "b", "ab", "Ġ", "1", "2", "3", "4", "12", "aba"]
         file = make_file(pre=pre, tokens=tokens)
         assert make_tokenizer(file).encode("aba").ids == expected
 
 
-def test_empty_tokens_are_named_and_equal_ones_refused():
+def test_empty_tokens_are_reported_and_duplicates_refused():
     file = make_file(["", "<|im_end|>"])
     assert find_ends(file) == [11]
     assert make_tokenizer(file).get_vocab()["[EMPTY_10]"] == 10
@@ -190,7 +190,7 @@ def test_empty_tokens_are_named_and_equal_ones_refused():
         make_tokenizer(make_file(["ab"]))
 
 
-def test_chat_templates_have_names():
+def test_named_chat_templates():
     one = {"tokenizer.chat_template": "chat"}
     both = one | {"tokenizer.chat_template.tool_use": "tools"}
     both |= {"tokenizer.chat_templates": ["tool_use"]}
@@ -201,17 +201,17 @@ def test_chat_templates_have_names():
     assert "chat_template" not in make_settings(make_file())
 
 
-def read_rope(monkeypatch, factors=None, **said):
-    metadata = {f"llama.{key.replace('__', '.')}": each for key, each in said.items()}
+def read_rope(monkeypatch, factors=None, **fields):
+    metadata = {f"llama.{key.replace('__', '.')}": each for key, each in fields.items()}
     metadata |= {"general.architecture": "llama", "llama.context_length": 4096}
     tensors = {} if factors is None else {"rope_freqs.weight": None}
     monkeypatch.setattr(settings, "read_tensor", lambda *_: np.float32(factors))
     return settings._read_scaling(GGUFile((Path("a.gguf"),), metadata, tensors))
 
 
-def test_rope_is_scaled_by_keys_old_and_new(monkeypatch):
-    def read(**said):
-        return read_rope(monkeypatch, **said)
+def test_rope_scaling_with_old_and_new_keys(monkeypatch):
+    def read(**fields):
+        return read_rope(monkeypatch, **fields)
 
     linear = dict(rope_type="linear", factor=4.0)
     assert read() is read(rope__scaling__type="none") is None
@@ -231,7 +231,7 @@ def test_rope_is_scaled_by_keys_old_and_new(monkeypatch):
     more = read(rope__scaling__yarn_attn_factor=2.0, **yarn)["attention_factor"]
     assert more == pytest.approx(2 * (0.1 * np.log(4.0) + 1))
     with pytest.raises(
-        ValueError, match=r"a\.gguf: RoPE scaling 'other' is not served"
+        ValueError, match=r"a\.gguf: RoPE scaling 'other' is not supported"
     ):
         read(rope__scaling__type="other")
     factors = read(factors=[1.0, 8.0])["long_factor"]

@@ -1,6 +1,6 @@
-"""Programs on a model with states in its layers: tokens equal transformers'.
+"""Programs on a hybrid model: tokens equal transformers'.
 
-Cold and warm, with guesses that are taken back, and in a conversation that goes back.
+Cold and warm, with rejected draft tokens, and in a conversation with undo.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import numpy as np
 import pretrained
 import pytest
 import tokenizers
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 from support.jax_versions import with_further
 
 import jkv
@@ -27,7 +27,7 @@ NUM_NEW = 12
 @pytest.mark.further  # decoding/test_states.py has a small model
 @pytest.mark.slow
 def test_cold_and_warm_prompts_with_speculation():
-    """Two at a time in a queue: every text equals the one computed alone and whole."""
+    """Two at a time: every completion equals that of the prompt alone and whole."""
     folder = fixtures.checkpoint_folder(NAME)
     model, params = pretrained.load(folder)
     expected = dict(np.load(fixtures.FIXTURES / NAME / "expected.npz"))
@@ -73,8 +73,8 @@ OTHERS = ["qwen3_5", "falcon_h1", "mamba2"]
 
 
 @pytest.mark.parametrize("name", with_further(["lfm2", *OTHERS], *OTHERS))
-def test_texts_go_on_behind_the_host_and_a_file(name, tmp_path):
-    """Swapped out and in, then saved and loaded, while others had their rows."""
+def test_sequences_continue_after_swap_and_save(name, tmp_path):
+    """Swapped out and in, then saved and loaded, while others used their rows."""
     model, params = pretrained.load(fixtures.checkpoint_folder(name))
     expected = dict(np.load(fixtures.FIXTURES / name / "expected.npz"))
     ends = expected["prompt_lengths"].cumsum()[:2]
@@ -84,9 +84,9 @@ def test_texts_go_on_behind_the_host_and_a_file(name, tmp_path):
         functools.partial(jkv.extend, model), static_argnames="max_new_tokens"
     )
 
-    def extend(cache, seq_ids, texts):
+    def extend(cache, seq_ids, given):
         rows = np.full((2, 32), -1, np.int32)
-        for row, tokens in zip(rows, texts, strict=True):
+        for row, tokens in zip(rows, given, strict=True):
             row[: len(tokens)] = tokens
         cache, found = run(params, cache, seq_ids, rows, max_new_tokens=NUM_NEW)
         return cache, found.tokens.tolist()
@@ -101,19 +101,19 @@ def test_texts_go_on_behind_the_host_and_a_file(name, tmp_path):
     cache, first = extend(cache, opened.seq_ids, prompts)
     cache, swapped = jkv.swap_out(cache, opened.seq_ids)
     cache, back = jkv.swap_in(let_others_in(cache), swapped)
-    # The last token of a turn is in no cache yet.
-    cache, second = extend(cache, back.seq_ids, [text[-1:] for text in first])
+    # The last token of a turn is not cached yet.
+    cache, second = extend(cache, back.seq_ids, [new[-1:] for new in first])
     jkv.save(tmp_path / "texts", cache, back.seq_ids)
     cache, _ = jkv.free(cache, back.seq_ids)
     cache, back = jkv.load(tmp_path / "texts", let_others_in(cache))
-    cache, third = extend(cache, back.seq_ids, [text[-1:] for text in second])
+    cache, third = extend(cache, back.seq_ids, [new[-1:] for new in second])
     jkv.check(cache)
     made = np.concatenate([first, second, third], axis=1)
     np.testing.assert_array_equal(made, expected["generated"][:2, : 3 * NUM_NEW])
 
 
-def test_a_conversation_goes_back(tmp_path, capsys):
-    """Where no state is, the text is computed anew: the answer is the same."""
+def test_undo_in_a_conversation(tmp_path, capsys):
+    """Without a state at that point the sequence is recomputed; the answer is equal."""
     from chatting import commands, turns
 
     shutil.copytree(fixtures.checkpoint_folder(NAME), tmp_path / NAME)

@@ -1,4 +1,4 @@
-"""Equal layers in one loop that reads matrices where they lie."""
+"""Equal layers in one loop that reads weights without copies."""
 
 import dataclasses
 import functools
@@ -11,17 +11,17 @@ import numpy as np
 import pretrained
 import pytest
 from pretrained import layers
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 from support.jax_versions import with_further
 
 import jkv
 
 pytestmark = pytest.mark.one_end
 
-# With windows in groups and turns of two kinds, with biases and windows in one pool;
-# with latent vectors, and experts that go one by one.
+# Grouped windows with two RoPE kinds; biases and windows in one pool; latent vectors
+# and experts computed one by one.
 NAMES = ("gemma3", "qwen2", "deepseek_v3")
-PROMPTS = np.arange(12, dtype=np.int32) % 7 + 3  # of five tokens and of seven
+PROMPTS = np.arange(12, dtype=np.int32) % 7 + 3  # five and seven tokens
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def load(name, **options):
 
 
 def run(model, params):
-    """Two prompts, and then a token of each."""
+    """Return the logits of two prompts, and of one more token of each."""
     sizes = dict(max_sequences=2, num_blocks=8, block_size=16, dtype=jnp.float32)
     config = model.cache_config(32, **sizes, step_tokens=12)
     cache, opened = jkv.allocate(jkv.init(config), [0, 0])
@@ -42,7 +42,7 @@ def run(model, params):
 
 @pytest.fixture
 def no_copies(monkeypatch):
-    """As if the tiny matrices were too large to be copied."""
+    """Treat the tiny matrices as too large to copy."""
     monkeypatch.setattr(layers, "MOST_COPIED", 64)
 
 
@@ -57,7 +57,7 @@ def test_looped_layers_equal_separate_layers(name):
 
 
 def count_switches(jaxpr, num_branches):
-    """Count conditionals of so many branches, in all that a program calls."""
+    """Count conditionals with `num_branches` branches in a program."""
     found = 0
     for equation in jaxpr.eqns:
         branches = equation.params.get("branches", ())
@@ -71,8 +71,8 @@ def count_switches(jaxpr, num_branches):
 
 
 @pytest.mark.usefixtures("no_copies")
-def test_each_matrix_has_a_branch():
-    """Of as many as there are layers, in one body for all of them."""
+def test_each_matrix_is_a_conditional_over_layers():
+    """One loop body selects among all layers."""
     model, params = load("llama3", loop_layers=True)
     matrices = {name for name, each in params["layers"][0].items() if each.size > 64}
     assert matrices == {"query_key_value", "output", "gate_up", "down"}
@@ -82,13 +82,13 @@ def test_each_matrix_has_a_branch():
         trace = jax.make_jaxpr(functools.partial(run, model))(params)
         return count_switches(trace.jaxpr, model.config.num_layers)
 
-    # Two steps, of prompts and of single tokens.
+    # Two steps, prefill and decode.
     assert count(model) - count(plain) == 2 * len(matrices)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma4"])
-def test_matrices_of_the_same_rows_lie_one_after_the_other(name):
-    """With biases; also where a file has them so. Not where heads differ by layer."""
+def test_joined_matrices_are_concatenated(name):
+    """Including biases, and as stored in files; not if heads differ by layer."""
     (_, plain), (_, joined) = load(name), load(name, loop_layers=True)
     for one, both in zip(plain["layers"], joined["layers"], strict=True):
         assert ("gate_up" in both) == (name != "gemma4")
@@ -102,8 +102,8 @@ def test_matrices_of_the_same_rows_lie_one_after_the_other(name):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 32, 33])
-def test_of_few_rows_the_matrix_stands_on_the_left(rows):
-    """So that XLA's CPU runtime does not rearrange it; XLA would turn it back."""
+def test_small_batches_have_the_matrix_on_the_left(rows):
+    """XLA's CPU runtime then does not transpose it."""
     rng = np.random.default_rng(rows)
     x, matrix = (rng.standard_normal((n, 24), np.float32) for n in (rows, 40))
     compiled = jax.jit(layers.multiply).lower(x, matrix).compile()

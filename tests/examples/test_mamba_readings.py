@@ -1,4 +1,4 @@
-"""Files of models with Mamba 2 or short convolutions, old ones too."""
+"""Configurations of models with Mamba 2 or short convolutions, in old and new forms."""
 
 import math
 
@@ -19,8 +19,8 @@ SPACE = dict(mamba_n_heads=4, mamba_d_state=8)
 FALCON = SMALL | SPACE | dict(model_type="falcon_h1")
 
 
-def test_lfm2_files_of_before():
-    """The names of its authors count where both are there."""
+def test_old_lfm2_files():
+    """If both names exist, the authors' are used."""
     settings = SMALL | dict(
         model_type="lfm2",
         block_ff_dim=48,
@@ -30,7 +30,7 @@ def test_lfm2_files_of_before():
         norm_eps=1e-4,
     )
     config = pretrained.parse_config(settings)
-    # Two thirds of 48 are 32, and the next multiple of 20 is 40.
+    # Two thirds of 48 are 32; the next multiple of 20 is 40.
     assert (config.intermediate_size, config.tied) == (40, False)
     assert config.mixers == (("short_convolution",), ("attention",))
     assert config.norm_epsilon == 1e-4 and config.ropes[1].theta == 1e6
@@ -61,22 +61,22 @@ def test_nemotron_layers_by_letters():
     assert pretrained.parse_config(named) == config
 
 
-def test_infinity_in_json():
-    """transformers writes it as a dict, older files as a word that Python knows."""
+def test_infinity_in_json_configs():
+    """transformers writes a dict, older files a word that Python parses."""
     for limit in math.inf, {"__float__": "Infinity"}:
         settings = FALCON | dict(mamba_d_ssm=32, time_step_limit=[0.5, limit])
         config = pretrained.parse_config(settings)
         assert config.state_space.step_limits == (0.5, math.inf)
 
 
-def test_falcon_channels_left_out_and_null():
+def test_falcon_h1_sizes_omitted_and_null():
     assert pretrained.parse_config(FALCON).state_space.head_dim == 1024 // 4
     config = pretrained.parse_config(FALCON | dict(mamba_d_ssm=None))
     assert config.state_space.head_dim == 2 * 16 // 4
 
 
 @pytest.mark.parametrize(
-    "changes, says",
+    "changes, message",
     [
         (dict(model_type="zamba2"), "names the architecture 'zamba2'"),
         (dict(model_type="jamba"), "names the architecture 'jamba'"),
@@ -95,6 +95,6 @@ def test_falcon_channels_left_out_and_null():
         (dict(hidden_act="gelu_pytorch_tanh"), "behind a convolution with 'gelu"),
     ],
 )
-def test_unsupported_mamba_settings_are_refused_by_name(changes, says):
-    with pytest.raises(ValueError, match=says):
+def test_unsupported_mamba_settings_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
         pretrained.parse_config(FALCON | changes)

@@ -1,4 +1,4 @@
-"""Mamba 2 and short convolutions: both forms against a plain loop in numpy."""
+"""Mamba 2 and short convolutions: both forms, compared with a plain loop in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from pretrained.mixers import mamba2, short_convolution
 from pretrained.parts import StateSpace
 from support.jax_versions import few
 
-C = 16  # tokens of a piece
+C = 16  # tokens of a chunk
 SIZES = StateSpace(num_heads=4, head_dim=3, num_groups=2, state_dim=5)
 CHANNELS = dict(x=(4, 3), b=(2, 5), c=(2, 5))
 TOLERANCE = 2e-5
@@ -19,7 +19,7 @@ def draw(rng, shapes):
 
 
 def draw_layer(rng):
-    """Return weights, a state and the inputs of a piece."""
+    """Draw weights, a state and the inputs of a chunk."""
     sizes = {name: int(np.prod(shape)) for name, shape in CHANNELS.items()}
     weights = draw(rng, {f"mamba_{n}_taps": (sizes[n], 1, 4) for n in sizes})
     weights |= draw(rng, {f"mamba_{n}_taps_bias": (sizes[n],) for n in sizes})
@@ -65,7 +65,7 @@ def read_piece(layer):
 
 
 def cut(inputs, count):
-    """Return inputs with zeros behind their tokens, as the fold gives them."""
+    """Return inputs with zeros after the first tokens, as the fold passes them."""
     return {
         name: np.concatenate([rows[:count], np.zeros_like(rows[count:])])
         for name, rows in inputs.items()
@@ -85,7 +85,7 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("count", few([0, 1, 2, 7, C], 7))
-def test_a_piece_is_its_tokens_one_by_one(layer, read_piece, count):
+def test_a_chunk_equals_token_by_token(layer, read_piece, count):
     weights, state, inputs = layer
     state_after, outputs = read_piece(state, cut(inputs, count), jnp.int32(count))
     expected_state, expected = follow_plainly(weights, state, inputs, count)
@@ -96,7 +96,7 @@ def test_a_piece_is_its_tokens_one_by_one(layer, read_piece, count):
 
 
 @pytest.mark.one_end
-def test_the_rule_of_one_token(layer):
+def test_the_single_token_rule(layer):
     weights, state, inputs = layer
     state_after, outputs = scan(mamba2.Rules(SIZES, weights), state, inputs)
     expected_state, expected = follow_plainly(weights, state, inputs, C)
@@ -123,8 +123,8 @@ def test_each_input_of_a_chunk_matters(layer, read_piece):
 
 
 @pytest.mark.one_end
-def test_a_long_decay_is_not_a_difference_of_sums():
-    """Behind tokens that forget everything, the last ones are as exact as alone."""
+def test_long_decays_are_not_differences_of_sums():
+    """After tokens that erase the state, the last ones are as accurate as alone."""
     weights, state, inputs = draw_layer(np.random.default_rng(1))
     weights["mamba_rate"] = np.full(4, 9.0, np.float32)  # sums reach 100,000
     inputs["step"][-2:] = 1e-4
@@ -134,7 +134,7 @@ def test_a_long_decay_is_not_a_difference_of_sums():
 
 
 @pytest.mark.parametrize("count", few([0, 1, 9, C], 9))
-def test_convolutions_of_a_piece(count):
+def test_chunked_convolutions(count):
     rng = np.random.default_rng(2)
     weights = draw(rng, dict(short_taps=(6, 1, 3), short_taps_bias=(6,)))
     state, inputs = draw(rng, dict(past=(2, 6))), draw(rng, dict(x=(C, 6)))

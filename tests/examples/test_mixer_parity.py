@@ -1,6 +1,6 @@
-"""Layers with a state against the modules of transformers, on random weights.
+"""Recurrent layers, compared with the modules of transformers on random weights.
 
-The modules compute whole texts, as their models do without a cache.
+The modules compute whole sequences, as their models do without a cache.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ MAMBA_NAMES |= dict(
 SHORT_NAMES = {f"short_{name}": "in_proj.weight" for name in ("first", "second", "x")}
 SHORT_NAMES |= dict(short_taps="conv.weight", short_output="out_proj.weight")
 
-# The module's parts in transformers, and its layer here.
+# The module's parts in transformers, and the layer here.
 CASES = {
     "bamba": ("bamba", "BambaConfig", "BambaMixer", MAMBA, {}),
     "granite": (
@@ -127,9 +127,9 @@ def make_module(folder, config_name, name, settings):
 
 
 def cut_weights(table, given, names):
-    """Return the parameters that a table of sources cuts out of a module's.
+    """Return the parameters that a table of sources slices from a module's.
 
-    Parameters of one tensor lie in it one behind the other.
+    Parameters of one tensor are concatenated in it.
     """
     weights, ends = {}, {}
     for parameter, source in table.items():
@@ -150,7 +150,7 @@ def measure_error(actual, expected):
 
 
 def wrong_sizes(sizes):
-    """Yield mistakes that a layer shows."""
+    """Yield mistakes that a layer detects."""
     for wrong in (dict(norm="before"), dict(norm="after"), dict(norm=None)):
         if wrong["norm"] != sizes.norm:
             yield dataclasses.replace(sizes, **wrong)
@@ -192,7 +192,7 @@ def test_mamba_layers(case):
         assert measure_error(rows, expected) > 100 * TOLERANCE, wrong
 
 
-def test_convolutions_between_gates():
+def test_gated_convolutions():
     settings = dict(conv_L_cache=4, conv_bias=True, full_attn_idxs=[])
     module, given = make_module("lfm2", "Lfm2Config", "Lfm2ShortConv", settings)
     x = np.random.default_rng(1).standard_normal((LENGTH, HIDDEN)).astype(np.float32)

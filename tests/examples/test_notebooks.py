@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last, and are kept without output."""
+"""The notebooks run from first to last cell, and are stored without output."""
 
 import json
 import pathlib
@@ -12,13 +12,13 @@ NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 
 
 def read_cells(path: pathlib.Path) -> list[dict[str, object]]:
-    """Return the cells of a notebook of the format 4."""
+    """Return the cells of a notebook in format 4."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4
     return notebook["cells"]
 
 
-def test_there_are_two() -> None:
+def test_both_notebooks_are_found() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["dense_to_paged", "grpo_by_hand"]
     pages = [*(ROOT / "docs").rglob("*.md")]
     for path in NOTEBOOKS:
@@ -30,7 +30,7 @@ def test_there_are_two() -> None:
 def test_a_notebook_runs(
     path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each asserts its results: equal logits, rewards that rise."""
+    """Each asserts its results: equal logits, rising rewards."""
     names: dict[str, object] = {}
     sources = []
     for number, cell in enumerate(read_cells(path)):
@@ -43,7 +43,7 @@ def test_a_notebook_runs(
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_without_output(path: pathlib.Path) -> None:
+def test_a_notebook_is_stored_without_output(path: pathlib.Path) -> None:
     cells = [cell for cell in read_cells(path) if cell["cell_type"] == "code"]
     assert cells and not any(cell["outputs"] for cell in cells)
     assert all(cell["execution_count"] is None for cell in cells)

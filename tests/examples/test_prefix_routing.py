@@ -1,4 +1,4 @@
-"""A router's record of the texts on replicas: hashes of their beginnings."""
+"""Prefix-aware routing: hashes of the prefixes sent to each replica."""
 
 import json
 
@@ -18,10 +18,10 @@ def read(**fields):
     return read_beginning(json.dumps(fields).encode())
 
 
-def test_texts_share_hashes_up_to_where_they_part():
+def test_sequences_share_hashes_up_to_their_divergence():
     first, other = hash_pieces("abc"), hash_pieces("abd")
     assert first[:2] == other[:2] and first[2] != other[2]
-    assert hash_pieces("ba")[1] != hash_pieces("aa")[1]  # of all before, not of a piece
+    assert hash_pieces("ba")[1] != hash_pieces("aa")[1]  # hashes cover all before
     assert hash_beginnings("a" * 63) == () and len(hash_beginnings("a" * 129)) == 2
 
 
@@ -34,9 +34,9 @@ def test_the_table_counts_prefixes_sent_to_a_replica():
     assert table.count("other", hash_pieces("abc")) == 0
 
 
-def test_the_end_of_the_oldest_text_is_forgotten_first():
+def test_the_oldest_suffix_is_dropped_first():
     table = PrefixTable(max_pieces=4)
-    for letters in ("abc", "d", "ab", "e"):  # the third makes "ab" new
+    for letters in ("abc", "d", "ab", "e"):  # the third renews "ab"
         table.note("one", hash_pieces(letters))
     assert table.count("one", hash_pieces("abc")) == 2
     assert table.count("one", hash_pieces("d")) == 1
@@ -45,7 +45,7 @@ def test_the_end_of_the_oldest_text_is_forgotten_first():
     assert table.count("one", hash_pieces("ab")) == 2
 
 
-def test_a_replica_that_is_gone_or_has_other_weights_is_forgotten():
+def test_lost_or_updated_replicas_are_dropped():
     table = PrefixTable(max_pieces=4)
     for name in ("one", "two", "three"):
         table.note(name, hash_pieces("ab"))
@@ -55,10 +55,10 @@ def test_a_replica_that_is_gone_or_has_other_weights_is_forgotten():
     assert counts == [2, 0, 0]
 
 
-def test_prompts_and_chats_are_read_from_their_beginning():
+def test_prompts_and_chats_are_hashed_from_their_start():
     system = {"role": "system", "content": "s" * 200}
-    asked = [{"role": "user", "content": text} for text in ("why?", "how?")]
-    chats = [read(messages=[system, question]) for question in asked]
+    questions = [{"role": "user", "content": text} for text in ("why?", "how?")]
+    chats = [read(messages=[system, question]) for question in questions]
     shared = hash_beginnings(chats[0])[:3]
     assert shared and shared == hash_beginnings(chats[1])[:3]
     assert hash_beginnings(read(messages=[system], tools=[{}]))[:3] != shared

@@ -1,6 +1,6 @@
 """Reading config.json, safetensors and tokenizer.json, and refusing unknown values.
 
-Settings that the model would compute wrongly have to be refused by name on loading.
+Settings that the model would compute wrongly are refused by name at loading.
 """
 
 import dataclasses
@@ -97,8 +97,8 @@ def test_frequencies_of_each_scaling():
     linear = pretrained.Rope(dim=8, scaling="linear", factor=4.0)
     np.testing.assert_allclose(rope.frequencies(linear), base / 4)
 
-    # 64 tokens hold 10.2 turns of the first, 1.02 of the second, less of the others:
-    # kept, almost wholly scaled, scaled, scaled.
+    # 64 tokens hold 10.2 periods of the first frequency, 1.02 of the second, less of
+    # the others: kept, almost fully scaled, scaled, scaled.
     settings = {**LLAMA3, "rope_type": "llama3", "original_max_position_embeddings": 64}
     llama3 = parse(rope_parameters=settings, head_dim=8).ropes[0]
     kept = (64 * 0.1 / (2 * np.pi) - 1) / 3
@@ -106,7 +106,7 @@ def test_frequencies_of_each_scaling():
     np.testing.assert_allclose(rope.frequencies(llama3), base * factors, rtol=1e-6)
 
 
-def test_llama3_finds_its_context_as_transformers_does():
+def test_llama3_finds_its_context_like_transformers():
     settings = {"rope_type": "llama3", **LLAMA3}
     del settings["original_max_position_embeddings"]
     assert parse(rope_scaling=settings).ropes[0].original_context == 64
@@ -131,7 +131,7 @@ def test_windows_of_each_architecture():
     assert named.windows == (4, None)
 
 
-def test_defaults_of_keys_that_a_config_leaves_out():
+def test_defaults_of_missing_config_keys():
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.tied) == (2, 4, False)
     assert set(config.ropes) == {pretrained.Rope(dim=4, theta=10_000.0)}
@@ -148,13 +148,13 @@ def test_stop_tokens_come_from_generation_config(folder):
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert pretrained.read_config(folder).stop_tokens == (7, 8)
-    # And the end that the tokenizer alone names, as chats end with.
+    # And the end-of-turn token that only the tokenizer names.
     ends = {"8": {"content": "</s>"}, "9": {"content": "<|im_end|>"}}
     for token in ("<|im_end|>", {"content": "<|im_end|>"}):
         settings = {"eos_token": token, "added_tokens_decoder": ends}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         assert pretrained.read_config(folder).stop_tokens == (7, 8, 9)
-    # Older ones name it in a file of its own, and its number with the tokens.
+    # Older checkpoints name it in a separate file, and its id with the tokens.
     (folder / "tokenizer_config.json").write_text("{}")
     special = {"eos_token": {"content": "<|im_end|>"}}
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
@@ -237,7 +237,8 @@ def test_damaged_json_names_its_file(folder):
 def test_from_model_equals_the_decoder_cache(path):
     config = pretrained.read_config(path.parent)
     if config.has_states:
-        return assert_layers_alike(pretrained.Decoder(config), path, max_pending=3)
+        given = dict(max_pending=3, step_tokens=16)
+        return assert_layers_alike(pretrained.Decoder(config), path, **given)
     if config.layer_heads:
         return assert_layers_alike(pretrained.Decoder(config), path, step_tokens=16)
     found = jkv.CacheConfig.from_model(path, num_blocks=2)
@@ -248,7 +249,7 @@ def test_from_model_equals_the_decoder_cache(path):
 
 
 def assert_layers_alike(model, path, **options):
-    """Each layer keeps the same in the model's configuration and in jkv's reading."""
+    """Assert that the model's configuration and jkv's have equal layers."""
     sizes = dict(max_sequences=2, dtype="float32") | options
     expected = model.cache_config(64, **sizes)
     found = jkv.GroupedConfig.from_model(path, max_context_length=64, **sizes)
@@ -272,7 +273,7 @@ def list_layers(config):
 
 
 def test_yarn_and_longrope_frequencies_and_lengths():
-    """By hand: of four pairs one is kept, one is half way, two are slowed down."""
+    """By hand: of four pairs one is kept, one is half blended, two are scaled."""
     yarn = pretrained.Rope(
         dim=8,
         scaling="yarn",
@@ -282,7 +283,7 @@ def test_yarn_and_longrope_frequencies_and_lengths():
         slow_turns=1.0,
         is_truncated=False,
     )
-    # 628 tokens hold 100 turns of the first pair, 10 of the second, 1 of the third.
+    # 628 tokens hold 100 periods of the first pair, 10 of the second, 1 of the third.
     expected = [1, 1e-1 * (1 + 1 / 4) / 2, 1e-2 / 4, 1e-3 / 4]
     np.testing.assert_allclose(rope.frequencies(yarn), expected, rtol=1e-3)
     longrope = pretrained.Rope(
@@ -294,7 +295,7 @@ def test_yarn_and_longrope_frequencies_and_lengths():
     )
     np.testing.assert_allclose(rope.frequencies(longrope, 16), [1, 1e-2 / 2])
     np.testing.assert_allclose(rope.frequencies(longrope, 17), [1 / 4, 1e-2 / 5])
-    # A text of 3 times the length: theta is multiplied by (2 * 3 - 1) ** (4 / 2).
+    # At 3 times the length, theta is multiplied by (2 * 3 - 1) ** (4 / 2).
     dynamic = pretrained.Rope(dim=4, scaling="dynamic", factor=2.0, original_context=16)
     np.testing.assert_allclose(rope.frequencies(dynamic, 10), [1, 1e-2])
     np.testing.assert_allclose(rope.frequencies(dynamic, 48), [1, 1e-2 / 5])
@@ -307,7 +308,7 @@ def test_yarn_and_longrope_frequencies_and_lengths():
 # Weights
 
 
-def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
+def test_sharded_and_single_checkpoints_are_equal(tmp_path):
     sharded = CHECKPOINTS / "llama2"
     shards = sorted(sharded.glob("model-*.safetensors"))
     assert len(shards) > 2
@@ -315,7 +316,7 @@ def test_sharded_and_single_checkpoints_are_read_alike(tmp_path):
     tensors = {}
     for shard in shards:
         tensors |= load_file(shard)
-    # Old checkpoints carry this one along; it is computed instead.
+    # Old checkpoints include this tensor; it is computed instead.
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
 
@@ -337,7 +338,7 @@ def test_weights_and_activations_have_the_given_dtype(dtype):
     model, params = pretrained.load(CHECKPOINTS / "qwen3", dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     expected = np.load(CHECKPOINTS / "qwen3" / "expected.npz")
-    tokens = jnp.asarray(expected["prompts"][1:17])  # the start of the second prompt
+    tokens = jnp.asarray(expected["prompts"][1:17])  # start of the second prompt
     logits = np.asarray(last_logits(model, params, tokens, dtype))
     assert logits.dtype == np.float32
     # Relative to the largest logit: some roundings of 8 and 11 bits.
@@ -366,7 +367,7 @@ def last_logits(model, params, tokens, dtype=jnp.float32):
     return logits[0]
 
 
-def test_ids_outside_the_vocabulary_are_not_others():
+def test_ids_outside_the_vocabulary_give_nan_logits():
     model, params = pretrained.load(CHECKPOINTS / "llama3")
     good = jnp.asarray([3, 4, 5], jnp.int32)
     assert np.isfinite(last_logits(model, params, good)).all()
@@ -417,7 +418,7 @@ def test_damaged_shard_indices_and_shards_are_named(folder):
         with pytest.raises(ValueError, match=words):
             pretrained.load(folder)
 
-    # An index that sends a tensor to the wrong shard.
+    # An index that maps a tensor to the wrong shard.
     shutil.copytree(CHECKPOINTS / "llama2", folder, dirs_exist_ok=True)
     contents = json.loads(index.read_text())
     contents["weight_map"]["lm_head.weight"] = "model-00002-of-00003.safetensors"
@@ -474,8 +475,8 @@ def test_tied_head_must_repeat_the_embedding(folder):
         pretrained.load(folder)
 
 
-def test_other_names_of_the_same_tensors(folder):
-    """Saved without its head, or with the head alone of a tied pair."""
+def test_alternative_tensor_names(folder):
+    """Saved without the prefix, or with only the head of a tied pair."""
     expected = pretrained.load(folder)[1]
 
     def shorten(tensors):
@@ -498,7 +499,7 @@ def test_other_names_of_the_same_tensors(folder):
 # tokenizer.json
 
 
-def test_tokenizer_is_read(tmp_path):
+def test_the_tokenizer_is_read(tmp_path):
     alphabet = {character: i for i, character in enumerate("abc ")}
     written = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
     written.save(str(tmp_path / "tokenizer.json"))
@@ -518,7 +519,7 @@ def test_missing_and_damaged_tokenizers_are_named(tmp_path):
 # The contract with the cache
 
 
-def test_cache_fields_fit_the_model():
+def test_cache_fields_match_the_model():
     model, _ = pretrained.load(CHECKPOINTS / "qwen3")
     assert model.cache_fields == dict(num_layers=2, num_kv_heads=2, head_dim=16)
     changed = dataclasses.replace(model.config, num_layers=3)

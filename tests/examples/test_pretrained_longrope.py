@@ -1,6 +1,6 @@
-"""Phi-3 and PhiMoE: texts around the length before scaling.
+"""Phi-3 and PhiMoE: sequences around the original context length.
 
-Beside `transformers.generate`, which computes a text anew when it passes that length.
+Compared with `transformers.generate`, which recomputes a sequence that exceeds it.
 """
 
 import json
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pretrained
 import pytest
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
@@ -49,7 +49,7 @@ def load_oracle(folder):
 
 
 def generate_whole(oracle, prompt, num_tokens):
-    """Return a prompt and its continuation by `transformers.generate`."""
+    """Return a prompt and its completion by `transformers.generate`."""
     import torch
 
     rows = torch.tensor(prompt)[None].long()
@@ -63,12 +63,12 @@ def generate_whole(oracle, prompt, num_tokens):
     )[0].numpy()
 
 
-def continue_text(model, params, text, num_tokens):
-    """Return the greedy tokens of one text, fed in chunks of four."""
+def continue_prompt(model, params, prompt, num_tokens):
+    """Return the greedy tokens of one sequence, computed in chunks of four."""
     sizes = dict(num_blocks=24, block_size=4, max_sequences=1, max_context_length=96)
     config = jkv.CacheConfig(**model.cache_fields, **sizes, dtype="float32")
     padded = np.full((1, 40), -1, np.int32)
-    padded[0, : len(text)] = text
+    padded[0, : len(prompt)] = prompt
     _, found = generate(
         model,
         params,
@@ -81,18 +81,18 @@ def continue_text(model, params, text, num_tokens):
     return np.asarray(found.tokens[0, :num_tokens])
 
 
-def test_long_factors_do_not_depend_on_how_a_prompt_comes(prompts):
-    texts, generated = prompts
-    found = continue_text(*load(LONGEST), texts[LONG_PROMPT], 50)
+def test_long_factors_do_not_depend_on_chunking(prompts):
+    loaded, generated = prompts
+    found = continue_prompt(*load(LONGEST), loaded[LONG_PROMPT], 50)
     np.testing.assert_array_equal(found, generated[LONG_PROMPT][:50])
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
-def test_a_text_in_two_calls_is_that_of_transformers(prompts):
+def test_a_sequence_in_two_calls_equals_transformers(prompts):
     prompt = prompts[0][PROMPT]
     whole = generate_whole(load_oracle(FOLDER), prompt, 40)
     short = continue_in_two_calls(FOLDER, prompt, whole)
-    # One call, which turns each key once, goes another way from there on.
+    # One call, which rotates each key once, differs from there on.
     once = prompts[1][PROMPT][:40]
     assert np.array_equal(once[: len(short)], short) and not np.array_equal(
         once, whole[len(prompt) :]
@@ -100,23 +100,23 @@ def test_a_text_in_two_calls_is_that_of_transformers(prompts):
 
 
 def continue_in_two_calls(folder, prompt, whole):
-    """Compare a text that passes the length, and return the tokens up to there."""
+    """Compare a sequence that exceeds the length; return the tokens up to it."""
     num_short = ORIGINAL + 1 - len(prompt)
-    short = continue_text(*load(ORIGINAL, folder), prompt, num_short)
+    short = continue_prompt(*load(ORIGINAL, folder), prompt, num_short)
     np.testing.assert_array_equal(short, whole[len(prompt) :][:num_short])
     crossed = np.concatenate([prompt, short])
-    long = continue_text(*load(LONGEST, folder), crossed, len(whole) - len(crossed))
+    long = continue_prompt(*load(LONGEST, folder), crossed, len(whole) - len(crossed))
     np.testing.assert_array_equal(long, whole[len(crossed) :])
     return short
 
 
 @pytest.mark.further
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
-def test_phimoe_equals_transformers_given_the_length(prompts, tmp_path):
-    """transformers 5.24 takes PhiMoE's short factors for texts of any length.
+def test_phimoe_equals_transformers_with_the_length(prompts, tmp_path):
+    """transformers 5.24 uses PhiMoE's short factors for any length.
 
-    Its rotary class does not hand on the length that chooses the factors, as that of
-    transformers 4 did; with the length, the texts are the same.
+    Its rotary class does not pass on the length that selects the factors, unlike
+    transformers 4; with the length, tokens are equal.
     """
     folder = Path(shutil.copytree(fixtures.FIXTURES / "phimoe", tmp_path / "phimoe"))
     settings = json.loads((folder / "config.json").read_text())
@@ -132,17 +132,17 @@ def test_phimoe_equals_transformers_given_the_length(prompts, tmp_path):
         lengths.append(int(positions.max()) + 1)
 
     prompt, long_prompt = prompts[0][PROMPT], prompts[0][LONG_PROMPT]
-    untold = generate_whole(oracle, long_prompt, 40)
+    plain = generate_whole(oracle, long_prompt, 40)
     rotary.register_forward_pre_hook(note_length, with_kwargs=True)
     rotary.rope_init_fn = lambda config: start(config, seq_len=lengths[-1])
-    told = generate_whole(oracle, long_prompt, 40)
-    assert max(lengths) > ORIGINAL and not np.array_equal(told, untold)
-    found = continue_text(*load(LONGEST, folder), long_prompt, 40)
-    np.testing.assert_array_equal(found, told[len(long_prompt) :])
+    warned = generate_whole(oracle, long_prompt, 40)
+    assert max(lengths) > ORIGINAL and not np.array_equal(warned, plain)
+    found = continue_prompt(*load(LONGEST, folder), long_prompt, 40)
+    np.testing.assert_array_equal(found, warned[len(long_prompt) :])
     continue_in_two_calls(folder, prompt, generate_whole(oracle, prompt, 40))
 
 
-def test_lengths_choose_the_factors():
+def test_lengths_select_the_factors():
     config = pretrained.read_config(FOLDER)
     (rope, *_) = set(config.ropes)
     for longest, factors in [

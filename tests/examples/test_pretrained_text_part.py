@@ -1,4 +1,4 @@
-"""The text part of a model that also sees: Gemma 3 from 4B on, and some after it."""
+"""The text part of vision-language models: Gemma 3 from 4B on, and others."""
 
 import json
 
@@ -7,14 +7,14 @@ import numpy as np
 import pretrained
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
 
 pytestmark = pytest.mark.one_end
 PLAIN = fixtures.FIXTURES / "gemma3"
-# Writers of names: the models' authors and transformers, and transformers 5.0.
+# Naming schemes: the authors' and transformers', and transformers 5.0's.
 FORMS = {
     "authors": dict(model="language_model.model.", head="language_model.lm_head."),
     "newer": dict(model="model.language_model.", head="lm_head."),
@@ -22,7 +22,7 @@ FORMS = {
 
 
 def wrap_by_hand(folder, form, **beside):
-    """Write the checkpoint of texts as the part of one that also sees."""
+    """Rewrite the text checkpoint as the text part of a vision-language one."""
     settings = json.loads((PLAIN / "config.json").read_text())
     names = settings.pop("architectures"), settings.pop("model_type")
     assert names == (["Gemma3ForCausalLM"], "gemma3_text")
@@ -50,7 +50,7 @@ def wrap_by_hand(folder, form, **beside):
 
 
 def assert_is_the_plain_one(folder):
-    """A model of equal settings and weights has equal logits."""
+    """Assert equal settings, weights and logits."""
     model, params = pretrained.load(folder)
     plain, plain_params = pretrained.load(PLAIN)
     assert model.config == plain.config
@@ -58,7 +58,7 @@ def assert_is_the_plain_one(folder):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_text_part_is_the_model_of_texts(tmp_path, form):
+def test_the_text_part_equals_the_text_model(tmp_path, form):
     wrap_by_hand(tmp_path, form)
     assert_is_the_plain_one(tmp_path)
     found = jkv.CacheConfig.from_model(tmp_path, num_blocks=2)
@@ -73,7 +73,7 @@ def test_the_text_part_is_the_model_of_texts(tmp_path, form):
         ("mistral4", "mistral3", "newer", ["multi_modal_projector.a"]),
     ],
 )
-def test_text_parts_of_later_models(tmp_path, name, kind, form, others):
+def test_text_parts_of_other_models(tmp_path, name, kind, form, others):
     plain = fixtures.FIXTURES / name
     settings = json.loads((plain / "config.json").read_text())
     del settings["architectures"]
@@ -82,7 +82,7 @@ def test_text_parts_of_later_models(tmp_path, name, kind, form, others):
     begin, outer = FORMS[form], "model." if form == "newer" else ""
     stored = load_file(plain / "model.safetensors")
     if name == "gemma4":
-        # Published with projections of the layers that attend to others' keys.
+        # Published with unused projections in the layers that share keys.
         for unused in ("k_proj", "v_proj", "k_norm"):
             stored[f"model.layers.2.self_attn.{unused}.weight"] = np.ones(2)
     tensors = {
@@ -101,7 +101,7 @@ def test_text_parts_of_later_models(tmp_path, name, kind, form, others):
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
-def test_transformers_computes_the_same_with_eyes(tmp_path):
+def test_transformers_gives_the_same_with_vision(tmp_path):
     import torch
     import transformers
 
@@ -121,7 +121,7 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     model.to(torch.float16).save_pretrained(tmp_path)
     assert_is_the_plain_one(tmp_path)
 
-    # The plain one's logits are tested by the parity tests.
+    # The parity tests cover the text model's logits.
     expected = np.load(PLAIN / "expected.npz")
     first = int(expected["prompt_lengths"][:1].sum())
     rows = slice(first, first + int(expected["prompt_lengths"][1]))
@@ -131,7 +131,7 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     np.testing.assert_allclose(logits.numpy(), expected["prefill"][rows], atol=2e-4)
 
 
-# Models that also see: their vision settings, and the class of their text part.
+# Vision-language models: their vision settings, and the class of their text part.
 WITH_EYES = {
     "gemma4": (
         "Gemma4",
@@ -151,8 +151,8 @@ WITH_EYES = {
 @pytest.mark.further
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
 @pytest.mark.parametrize("name", WITH_EYES)
-def test_folders_that_transformers_writes_with_eyes(tmp_path, name):
-    """Names of tensors and settings equal the whole models' classes."""
+def test_vision_language_folders_of_transformers(tmp_path, name):
+    """Names of tensors and settings equal those of the whole model's class."""
     import torch
     import transformers
 
@@ -178,12 +178,12 @@ def test_folders_that_transformers_writes_with_eyes(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, params, expected_params)
 
 
-def test_settings_beside_the_part_count(tmp_path):
+def test_settings_beside_the_text_part_apply(tmp_path):
     wrap_by_hand(tmp_path, "authors", eos_token_id=[1, 106])
     assert pretrained.read_config(tmp_path).stop_tokens == (1, 106)
 
 
-def test_sizes_that_a_part_leaves_out():
+def test_sizes_missing_from_the_text_part():
     part = dict(hidden_size=2560, intermediate_size=10_240, num_hidden_layers=34)
     config = pretrained.parse_config(
         dict(model_type="gemma3", text_config=part | dict(sliding_window=1024))
@@ -205,7 +205,7 @@ def test_non_generative_checkpoints_are_refused(changes, message):
         pretrained.parse_config(dict(model_type="gemma3", text_config={}) | changes)
 
 
-def test_unknown_tensors_of_the_text_are_refused(tmp_path):
+def test_unknown_text_tensors_are_refused(tmp_path):
     wrap_by_hand(tmp_path, "authors")
     path = tmp_path / "model.safetensors"
     extra = {"language_model.model.layers.0.self_attn.sinks": np.ones(2, np.float32)}

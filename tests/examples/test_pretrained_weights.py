@@ -1,4 +1,4 @@
-"""Weights made whole when they are read, the memory that takes, and expert layers."""
+"""Dequantization at loading, its memory, and expert layers."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ import pretrained
 import pytest
 from pretrained import checkpoint, experts, files, quantized
 from safetensors.numpy import load_file, save_file
-from support import checkpoint_fixtures
+from support.checkpoints import checkpoint_fixtures
 from support.paths import FIXTURES, ROOT
 
 import jkv
@@ -28,7 +28,7 @@ CHECKPOINTS = FIXTURES / "checkpoints"
 
 
 def test_mxfp4_by_hand():
-    """Two groups of 32: the first half as large as written, the second eight times."""
+    """Two groups of 32, with scales of 1/2 and 8."""
     codes = np.arange(32, dtype=np.uint8) % 16
     stored = codes[::2] | codes[1::2] << 4
     decoded = quantized.decode_mxfp4(
@@ -39,7 +39,7 @@ def test_mxfp4_by_hand():
     np.testing.assert_array_equal(decoded, expected[None])
 
 
-def test_fp8_blocks_at_the_edge_are_cut_off():
+def test_fp8_blocks_at_the_edge_are_cropped():
     matrix = np.ones((3, 5), ml_dtypes.float8_e4m3fn)
     scales = np.asarray([[0.1, 2, 3], [4, 5, 6]], np.float32)
     np.testing.assert_array_equal(
@@ -52,8 +52,8 @@ def test_fp8_blocks_at_the_edge_are_cut_off():
         quantized.scale_blocks(matrix, scales[:, :2], (2, 2))
 
 
-def test_fp8_with_a_scale_for_each_matrix(tmp_path):
-    """As Mistral stores it: experts in one tensor have a scale each, [N, 1, 1]."""
+def test_fp8_with_a_scale_per_matrix(tmp_path):
+    """Mistral's form: experts in one tensor have one scale each, [N, 1, 1]."""
     folder = shutil.copytree(CHECKPOINTS / "mistral4", tmp_path / "checkpoint")
     plain, plain_params = pretrained.load(folder)
 
@@ -97,9 +97,9 @@ def test_quantized_checkpoints_need_their_settings(tmp_path, name, method):
         pretrained.load(folder)
 
 
-def test_a_lost_scale_is_named(tmp_path):
+def test_a_missing_scale_is_named(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "deepseek_v3", tmp_path / "checkpoint")
-    # numpy's reader has no type for the stored dtype: its bytes do as well here.
+    # numpy has no type for the stored dtype: bytes suffice here.
     path = folder / "model.safetensors"
     header, first = files._read_header(path)
     name = next(name for name in header if name.endswith("q_a_proj.weight_scale_inv"))
@@ -114,7 +114,7 @@ def test_a_lost_scale_is_named(tmp_path):
 
 
 def write_large(folder, dtype):
-    """Write a checkpoint of 7 MB and return the bytes of its largest tensor."""
+    """Write a checkpoint of 7 MB and return the size of its largest tensor in bytes."""
     settings = dict(
         model_type="llama",
         vocab_size=1024,
@@ -137,7 +137,7 @@ def write_large(folder, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
+def test_loading_needs_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
     largest = write_large(tmp_path, np.float16)
     put, copies = jax.device_put, []
 
@@ -148,7 +148,7 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
         return result
 
     monkeypatch.setattr(checkpoint.jax, "device_put", put_and_compare)
-    pretrained.load(tmp_path, dtype)  # imported and read once
+    pretrained.load(tmp_path, dtype)  # imports and warm-up
     tracemalloc.start()
     _, params = pretrained.load(tmp_path, dtype)
     _, peak = tracemalloc.get_traced_memory()
@@ -156,7 +156,7 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert not copies
     assert weights < peak < weights + 1.2 * largest
-    # The stack of a parameter, which would be there twice if it were copied, is larger.
+    # A copied parameter stack would exceed the limit.
     assert 4 * 768 * 256 * dtype.dtype.itemsize > 2 * largest
 
 
@@ -166,12 +166,12 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
 @pytest.mark.parametrize(
     "name, whole",
     [
-        # Keys and queries of Mamba 2 are in groups, which heads share.
+        # Keys and queries of Mamba 2 are grouped, shared by heads.
         ("bamba", {f"mamba_{n}{s}" for n in "bc" for s in ("", "_taps", "_taps_bias")}),
         ("lfm2_moe", {"short_output_bias"}),
     ],
 )
-def test_devices_share_the_heads_of_states(name, whole):
+def test_devices_shard_the_heads_of_states(name, whole):
     model, params = pretrained.load(CHECKPOINTS / name)
     kept = {
         parameter
@@ -186,7 +186,7 @@ def test_devices_share_the_heads_of_states(name, whole):
 # The page
 
 
-def test_the_page_shows_the_code_that_runs():
+def test_the_page_shows_the_tested_code():
     page = (ROOT / "docs/how-to/architectures.md").read_text()
     rows = (ROOT / "examples/pretrained/architectures.py").read_text()
     (shown,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -202,7 +202,7 @@ def test_the_page_shows_the_code_that_runs():
 
 
 def tiny_experts(num_rows, **changes):
-    """Return settings, weights of two layers' experts, rows, and their choices."""
+    """Return settings, expert weights of two layers, rows, and their choices."""
     config = pretrained.read_config(CHECKPOINTS / "gpt_oss")
     sizes = dataclasses.replace(config.experts, **changes)
     config = dataclasses.replace(config, experts=sizes)
@@ -218,8 +218,8 @@ def tiny_experts(num_rows, **changes):
 apply = jax.jit(experts.apply_experts, static_argnums=0)
 
 
-def test_no_row_is_dropped_when_all_choose_one_expert():
-    """All of them the third, more than a tile; as if every expert had every row."""
+def test_no_row_is_dropped_if_all_choose_one_expert():
+    """More rows than a tile, all for the third expert; equals a dense computation."""
     config, weights, rows = tiny_experts(num_rows=50)
     chosen = np.stack([np.full(50, 2), np.arange(50) % 2 + np.arange(50) // 25], axis=1)
     chosen = np.where(chosen[:, 1:] == 2, [[2, 3]], chosen).astype(np.int32)
@@ -244,7 +244,7 @@ def test_no_row_is_dropped_when_all_choose_one_expert():
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
     assert np.abs(expected).max() > 10
 
-    # A row that is not a number leaves the expert's other rows alone.
+    # A NaN row does not affect the expert's other rows.
     spoilt = apply(
         config, weights, jnp.int32(1), rows.at[3].set(jnp.nan), chosen, gates, valid
     )
@@ -252,8 +252,8 @@ def test_no_row_is_dropped_when_all_choose_one_expert():
     np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(got, 3, 0))
 
 
-def test_only_experts_that_are_used_are_computed():
-    """The work of a step follows its rows: tiles, counted by the loop's trips."""
+def test_only_used_experts_are_computed():
+    """Work is proportional to the rows: tiles, counted by the loop's trips."""
     config, weights, rows = tiny_experts(num_rows=40)
     gates = np.ones((40, 2), np.float32)
     trips = []
@@ -276,14 +276,14 @@ def test_only_experts_that_are_used_are_computed():
     assert tiles(everyone, valid=False) == 0
 
 
-def test_groups_that_are_impossible_are_refused():
-    for changes, says in (
+def test_invalid_expert_groups_are_refused():
+    for changes, message in (
         (dict(groups=3), "cannot be split into 3 groups"),
         (dict(groups=2, groups_per_token=3), "of which a token uses 3"),
         (dict(per_token=5), "cannot use 5 of 4 experts"),
         (dict(per_token=3, groups=2), "cannot use 3 of 4 experts in 1 of 2"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             tiny_experts(1, **changes)
 
 
@@ -316,7 +316,7 @@ def test_activations_have_the_dtype_of_the_parameters(name):
     assert kinds == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
 
-def test_further_prediction_layers_are_skipped(tmp_path):
+def test_extra_prediction_layers_are_skipped(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "checkpoint")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.3.input_layernorm.weight"

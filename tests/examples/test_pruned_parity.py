@@ -1,7 +1,7 @@
 """Logits after a prune equal those of a `DynamicCache` indexed by hand.
 
-Needs transformers. Its cache drops the same tokens of each layer and head, and
-`position_ids` go on as if nothing had been dropped.
+Requires transformers. Its cache drops the same tokens of each layer and head, and
+`position_ids` continue as if nothing had been dropped.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 
 import jkv
 
@@ -31,19 +31,19 @@ def folder():
 
 
 @pytest.fixture(scope="module")
-def text():
+def sequence():
     rng = np.random.default_rng(5)
     return rng.integers(3, fixtures.VOCAB_SIZE, NUM_TOKENS + NUM_NEXT)
 
 
 def dropped_span(shape):
-    """The same tokens everywhere: a span is cut out of the middle."""
+    """Return equal tokens for all heads: a span is removed from the middle."""
     kept = np.asarray([*range(11), *range(24, NUM_TOKENS)])
     return np.broadcast_to(kept, (*shape, len(kept)))
 
 
 def own_tokens(shape):
-    """Tokens of each layer and head, the newest among them."""
+    """Return separate tokens for each layer and head, including the newest."""
     rng = np.random.default_rng(8)
     rows = [
         [*np.sort(rng.permutation(NUM_TOKENS - 4)[:19]), *range(41, NUM_TOKENS)]
@@ -52,8 +52,8 @@ def own_tokens(shape):
     return np.reshape(rows, (*shape, -1))
 
 
-def expected_logits(folder, text, kept, positions):
-    """Logits of transformers for the next tokens, with its cache cut by hand."""
+def expected_logits(folder, sequence, kept, positions):
+    """Return transformers' logits of the next tokens, its cache indexed by hand."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -63,14 +63,14 @@ def expected_logits(folder, text, kept, positions):
     given = {"cache" if "cache" in arguments else "past_key_values": cache}
     found = []
     with torch.no_grad():
-        model(torch.as_tensor(text[None, :NUM_TOKENS]), **given)
+        model(torch.as_tensor(sequence[None, :NUM_TOKENS]), **given)
         for layer, rows in zip(cache.layers, kept, strict=True):
             index = torch.as_tensor(np.array(rows))[None, :, :, None]
             for name in ("keys", "values"):
                 array = getattr(layer, name)
                 whole = index.expand(-1, -1, -1, array.shape[-1])
                 setattr(layer, name, array.gather(2, whole))
-        for token, position in zip(text[NUM_TOKENS:], positions, strict=True):
+        for token, position in zip(sequence[NUM_TOKENS:], positions, strict=True):
             answer = model(
                 torch.as_tensor([[token]]),
                 **given,
@@ -80,8 +80,8 @@ def expected_logits(folder, text, kept, positions):
     return np.stack(found)
 
 
-def found_logits(folder, text, kept, own):
-    """The same with jkv."""
+def found_logits(folder, sequence, kept, own):
+    """Return jkv's logits for the next tokens."""
     model, params = pretrained.load(folder)
     config = model.cache_config(
         64, max_sequences=2, num_blocks=16, block_size=8, dtype="float32", pruning=True
@@ -93,12 +93,12 @@ def found_logits(folder, text, kept, own):
         return model(params, tokens, cache, batch), batch.positions
 
     cache, _ = jkv.allocate(jkv.init(config), [0])
-    (_, cache), _ = step(params, cache, jnp.asarray(text[:NUM_TOKENS]))
+    (_, cache), _ = step(params, cache, jnp.asarray(sequence[:NUM_TOKENS]))
     slots = kept[None] if own else kept[0, :1]
     cache, status = jkv.prune(cache, 0, slots, kept.shape[-1])
     assert status.tolist() == [0]
     found, positions = [], []
-    for token in text[NUM_TOKENS:]:
+    for token in sequence[NUM_TOKENS:]:
         (logits, cache), at = step(params, cache, jnp.asarray([token]))
         found.append(np.asarray(logits[0]))
         positions += at.tolist()
@@ -106,15 +106,15 @@ def found_logits(folder, text, kept, own):
 
 
 @pytest.mark.parametrize("select", [dropped_span, own_tokens])
-def test_logits_after_a_prune_equal_transformers(folder, text, select):
+def test_logits_after_a_prune_equal_transformers(folder, sequence, select):
     model, _ = pretrained.load(folder)
     config = model.cache_config(64, max_sequences=2, num_blocks=16)
     kept = select((config.num_layers, config.num_kv_heads))
-    found, positions = found_logits(folder, text, kept, select is own_tokens)
+    found, positions = found_logits(folder, sequence, kept, select is own_tokens)
     assert positions == [*range(NUM_TOKENS, NUM_TOKENS + NUM_NEXT)]
-    wanted = expected_logits(folder, text, kept, positions)
+    wanted = expected_logits(folder, sequence, kept, positions)
     np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
-    # The comparison can fail: positions that count slots give other logits.
+    # Positions that count slots give other logits.
     slots = np.asarray(positions) - NUM_TOKENS + kept.shape[-1]
-    wrong = expected_logits(folder, text, kept, slots)
+    wrong = expected_logits(folder, sequence, kept, slots)
     assert np.abs(found - wrong).max() > 100 * TOLERANCE

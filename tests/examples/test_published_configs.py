@@ -1,11 +1,11 @@
-"""config.json files in the shape of published ones: the model's and the cache's sizes.
+"""Published config.json files: sizes of the model and of the cache.
 
-Numbers are from the models named; keys that neither reads are left out.
+Numbers are from the named models; unused keys are left out.
 """
 
 import pretrained
 import pytest
-from support.config_json import folder
+from support.checkpoints.config_json import folder
 
 import jkv
 from jkv.config.huggingface import read_sizes
@@ -106,7 +106,7 @@ SEED_OSS_36B = dict(
 
 
 def with_eyes(**text):
-    """The settings around the language models of Mistral's that also see."""
+    """Return the outer settings of Mistral's vision-language models."""
     return dict(
         model_type="mistral3",
         architectures=["Mistral3ForConditionalGeneration"],
@@ -169,7 +169,7 @@ MISTRAL_SMALL_4 = with_eyes(
 
 
 def gemma_4(num_layers, full_every, **text):
-    """The language model of a folder that also sees."""
+    """Return the text configuration of a vision-language folder."""
     kinds = [
         "full_attention" if (i + 1) % full_every == 0 else "sliding_attention"
         for i in range(num_layers)
@@ -256,18 +256,18 @@ ALL = dict(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_cache_is_that_of_the_model(tmp_path, name):
-    """jkv's own reading gives the sizes and windows that the model needs."""
+def test_the_cache_config_equals_the_models(tmp_path, name):
+    """jkv's own parsing gives the sizes and windows that the model needs."""
     path, model = folder(tmp_path, **ALL[name]), pretrained.parse_config(ALL[name])
     sizes = read_sizes(path, dict(dtype="bfloat16"))
     assert sizes.layer_windows == model.windows
-    asked = jkv.CacheConfig.from_model(path, num_blocks=1, dtype="bfloat16")
+    built = jkv.CacheConfig.from_model(path, num_blocks=1, dtype="bfloat16")
     fields = pretrained.Decoder(model).cache_fields
-    assert {field: getattr(asked, field) for field in fields} == fields
-    assert asked.max_context_length == model.max_context_length
+    assert {field: getattr(built, field) for field in fields} == fields
+    assert built.max_context_length == model.max_context_length
 
 
-def test_olmo_3_scales_layers_without_a_window():
+def test_olmo_3_scales_rope_of_full_layers():
     config = pretrained.parse_config(OLMO_3_7B)
     windowed, full = config.ropes[2:4]
     assert (windowed.scaling, full.scaling) == ("default", "yarn")
@@ -278,7 +278,7 @@ def test_olmo_3_scales_layers_without_a_window():
     )
 
 
-def test_command_turns_layers_with_a_window():
+def test_command_rotates_only_windowed_layers():
     config = pretrained.parse_config(COMMAND_R7B)
     assert [rope is None for rope in config.ropes] == [False, False, False, True] * 8
     assert config.is_parallel and config.tied and config.logit_scale == 0.25
@@ -291,7 +291,7 @@ def test_seed_has_biases_of_queries_keys_and_values():
     assert (config.has_qkv_bias, config.has_output_bias) == (True, False)
 
 
-def test_mistrals_queries_grow():
+def test_mistrals_queries_are_scaled_by_position():
     config = pretrained.parse_config(MINISTRAL_3_8B)
     assert config.query_growth == (0.1, 16_384)
     assert (config.ropes[0].scaling, config.ropes[0].magnitude) == ("yarn", 1.0)
@@ -302,17 +302,17 @@ def test_mistrals_queries_grow():
 
 
 @pytest.mark.parametrize("settings", [GEMMA_4_E2B, GEMMA_4_26B], ids=["e2b", "26b"])
-def test_gemma_4_has_a_group_for_each_kind_of_layer(tmp_path, settings):
+def test_gemma_4_has_a_group_per_kind_of_layer(tmp_path, settings):
     path, model = folder(tmp_path, **settings), pretrained.parse_config(settings)
     sizes, kept = read_sizes(path, {}), model.num_cached_layers
     assert sizes.layer_windows == model.windows[:kept]
     heads = [(each.num_kv_heads, each.head_dim) for each in sizes.layer_heads]
     assert heads == [*model.layer_heads[:kept]]
-    asked = jkv.GroupedConfig.from_model(path, max_sequences=1)
+    built = jkv.GroupedConfig.from_model(path, max_sequences=1)
     made = pretrained.Decoder(model).cache_config(
         model.max_context_length, max_sequences=1, step_tokens=512, dtype="bfloat16"
     )
-    assert asked == made
+    assert built == made
     with pytest.raises(ValueError, match="a group for each kind"):
         _ = pretrained.Decoder(model).cache_fields
 
@@ -325,14 +325,14 @@ def test_gemma_4_shares_keys():
     assert (config.layer_inputs.dim, config.stop_tokens) == (256, (1, 106))
     turned, whole = config.ropes[:1][0], config.ropes[4]
     assert (turned.dim, whole.dim, whole.part) == (256, 512, 0.25)
-    # Settings beside the two kinds of layers are unused, as in `transformers`.
+    # Settings outside the two kinds of layers are unused, as in `transformers`.
     text = GEMMA_4_E2B["text_config"]
     ropes = text["rope_parameters"] | dict(rope_theta=5.0, rope_type="linear")
     raw = GEMMA_4_E2B | dict(text_config=text | dict(rope_parameters=ropes))
     assert pretrained.parse_config(raw).ropes == config.ropes
 
 
-def test_gemma_4_has_experts_beside_its_perceptron():
+def test_gemma_4_has_experts_beside_its_mlp():
     config = pretrained.parse_config(GEMMA_4_26B)
     assert config.experts.has_own_norms and config.experts.shared_inner == 2112
     assert config.layer_heads[4:6] == ((8, 256), (2, 512))

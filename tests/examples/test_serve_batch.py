@@ -1,4 +1,4 @@
-"""`serve_batch.py`: results are neither lost nor repeated after any interruption."""
+"""`serve_batch.py`: no result is lost or repeated after an interruption."""
 
 import argparse
 import contextlib
@@ -16,8 +16,8 @@ import pytest
 from batching import answering, lines
 from batching import command as batch
 from served import display, loading
-from support.http_server import load_served
 from support.paths import EXAMPLES
+from support.serving.http_server import load_served
 
 import jkv
 from jkv.serving import Completion, EngineError, Event
@@ -31,16 +31,18 @@ NUM_LINES = 24
 
 
 def write_prompts(path):
-    asked = [{"prompt": f"The {i} import", "id": f"name {i}"} for i in range(NUM_LINES)]
-    asked[3] = {"prompt": 3, "id": "name 3"}
-    asked[5] = {"prompt": "Every class", "n": 3, "temperature": 0.7}
-    asked[7] = {"prompt": "For a list", "stop": ["e", "zz"]}
-    path.write_text("\n".join(map(json.dumps, asked)) + "\n\nnonsense\n")
+    bodies = [
+        {"prompt": f"The {i} import", "id": f"name {i}"} for i in range(NUM_LINES)
+    ]
+    bodies[3] = {"prompt": 3, "id": "name 3"}
+    bodies[5] = {"prompt": "Every class", "n": 3, "temperature": 0.7}
+    bodies[7] = {"prompt": "For a list", "stop": ["e", "zz"]}
+    path.write_text("\n".join(map(json.dumps, bodies)) + "\n\nnonsense\n")
     return path
 
 
 def read_results(path):
-    """Results by line; each line has one."""
+    """Return results by line; assert that each line has one."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     by_line = {each.pop("line"): each for each in found}
     assert len(by_line) == len(found)
@@ -56,19 +58,19 @@ def options(prompts, results):
 
 
 def serve_with_errors(prompts, results, chosen=None):
-    """Serve lines, some with errors; the exit status reports them."""
+    """Serve lines, some with errors; assert that the exit status is 1."""
     with pytest.raises(SystemExit) as ended:
         batch.serve(chosen or options(prompts, results))
     assert ended.value.code == 1
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
+def test_a_killed_run_is_resumed(tmp_path, capsys):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     whole, parted = tmp_path / "whole.jsonl", tmp_path / "parted.jsonl"
     serve_with_errors(prompts, whole)
-    said = f"{NUM_LINES - 1} of {NUM_LINES + 1} lines are answered in {whole}, 2 have"
-    assert said in capsys.readouterr().err
+    output = f"{NUM_LINES - 1} of {NUM_LINES + 1} lines are answered in {whole}, 2 have"
+    assert output in capsys.readouterr().err
     expected = read_results(whole)
     assert sorted(expected) == list(range(NUM_LINES + 1))
     assert "prompt must be" in expected[3]["error"] and "error" in expected[NUM_LINES]
@@ -77,7 +79,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
     assert stopped["finish_reason"] == "length" or "e" not in stopped["text"]
     assert expected[9]["id"] == "name 9" and expected[3]["id"] == "name 3"
 
-    # Killed as soon as it has written something, in a write that was not finished.
+    # Killed after its first output, in the middle of a write.
     command = [EXAMPLES / "serve_batch.py", prompts, parted, *SIZES]
     process = subprocess.Popen([sys.executable, *map(str, command)])
     end = time.monotonic() + 240
@@ -87,12 +89,12 @@ def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
     process.send_signal(signal.SIGKILL)
     process.wait()
     with parted.open("ab") as file:
-        file.write(b'{"line": 11, "asked": "tor')
+        file.write(b'{"line": 11, "digest": "tor')
     num_before = len(parted.read_bytes().splitlines()) - 1
     assert 0 < num_before < NUM_LINES + 1
     serve_with_errors(prompts, parted)
     assert read_results(parted) == expected
-    # Nothing is left to do: no model is read.
+    # All results exist, so no model is loaded.
     chosen = options(prompts, parted)
     chosen.model = "nowhere"
     before = parted.read_bytes()
@@ -101,14 +103,14 @@ def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
-    """The limit of a file's size stands for a disk: it takes a part of a line, too."""
-    path, asked = tmp_path / "results.jsonl", [f"line {i}" for i in range(50)]
+    """A file size limit simulates the full disk, which stores part of a line."""
+    path, bodies = tmp_path / "results.jsonl", [f"line {i}" for i in range(50)]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         with (
             pytest.raises(OSError),
-            lines.ResultLines(path, asked) as results,
+            lines.ResultLines(path, bodies) as results,
         ):
             for i in range(50):
                 results.write(i, {"text": "x" * i})
@@ -117,7 +119,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     done = read_results(path)
     assert 3 < len(done) < 50 and sorted(done) == list(range(len(done)))
     assert path.read_bytes().endswith(b"\n")
-    with lines.ResultLines(path, asked) as results:
+    with lines.ResultLines(path, bodies) as results:
         assert results.done == set(done)
         for i in set(range(50)) - results.done:
             results.write(i, {"text": "x" * i})
@@ -126,31 +128,37 @@ def test_a_full_disk_loses_nothing(tmp_path):
     ]
 
 
-def test_results_of_other_prompts_are_left_alone(tmp_path):
+def test_results_of_other_prompts_are_kept(tmp_path):
     path = tmp_path / "results.jsonl"
     with lines.ResultLines(path, ["a", "b"]) as results:
         results.write(1, {"text": "of b"})
     before = path.read_bytes()
-    for asked in (["a", "c"], ["b"], []):
+    for bodies in (["a", "c"], ["b"], []):
         with pytest.raises(ValueError, match="results of other prompts"):
-            lines.ResultLines(path, asked)
+            lines.ResultLines(path, bodies)
     assert path.read_bytes() == before
     path.write_text("nonsense\n")
     with pytest.raises(ValueError, match="results of other prompts"):
         lines.ResultLines(path, ["a"])
 
 
-OWN = ["mine", '{"prompt": "mine"}', "{}", '{"line": 7, "asked": "x"', '{"line": 0, "a']
+OWN = [
+    "mine",
+    '{"prompt": "mine"}',
+    "{}",
+    '{"line": 7, "digest": "x"',
+    '{"line": 0, "d',
+]
 
 
 @pytest.mark.parametrize("content", [*OWN, '{"line": 0}\n{"line"'])
-def test_a_file_of_something_else_is_never_cut(tmp_path, content):
-    """Its last line may have no newline, as half of a result has none."""
+def test_an_unrelated_file_is_never_truncated(tmp_path, content):
+    """Its last line may lack a newline, like a partial result."""
     path = tmp_path / "mine.jsonl"
     path.write_text(content)
     is_ours = content == OWN[-1]  # a killed process may leave it
     if not is_ours:
-        with pytest.raises(ValueError, match="give another file"):
+        with pytest.raises(ValueError, match="pass another file"):
             lines.ResultLines(path, ["a", "b"])
         assert path.read_text() == content
         return
@@ -159,44 +167,44 @@ def test_a_file_of_something_else_is_never_cut(tmp_path, content):
     assert path.read_text() == ""
 
 
-def test_prompts_named_as_results_stay(tmp_path, capsys):
+def test_a_prompts_file_is_refused_as_results(tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}')
     with pytest.raises(SystemExit) as ended:
         batch.serve(options(path, path))
-    assert ended.value.code == 2 and "give another file" in capsys.readouterr().err
+    assert ended.value.code == 2 and "pass another file" in capsys.readouterr().err
     assert path.read_text() == '{"prompt": "a"}'
 
 
 class Echo:
-    """Stands for an engine: every prompt is continued by itself."""
+    """A fake engine that repeats every prompt."""
 
     cache = types.SimpleNamespace(metadata=types.SimpleNamespace(num_classes=1))
 
     def __init__(self):
-        self.asked = []
+        self.requests = []
 
     def close(self):
         pass
 
     def submit(self, ask):
-        self.asked.append((ask.tokens, ask.n))
-        return len(self.asked) - 1
+        self.requests.append((ask.tokens, ask.n))
+        return len(self.requests) - 1
 
     def step(self):
-        waiting = [number for number, (prompt, _) in enumerate(self.asked) if prompt]
+        waiting = [number for number, (prompt, _) in enumerate(self.requests) if prompt]
         return [Event(n, 0, [], [], "", jkv.FinishReason.STOP) for n in waiting]
 
     def results(self, number, **_):
-        prompt, n = self.asked[number]
-        self.asked[number] = (None, n)
+        prompt, n = self.requests[number]
+        self.requests[number] = (None, n)
         stop = jkv.FinishReason.STOP
         return [Completion(number, i, prompt, [0.0], stop, "x") for i in range(n)]
 
 
 @pytest.fixture
 def echo(monkeypatch):
-    """Give `serve` an engine that computes nothing."""
+    """A `serve` function whose engine computes nothing."""
     tokenizer = pretrained.load_tokenizer(loading.BUNDLED)
     folder = pathlib.Path(loading.BUNDLED)
     served = loading.Served(
@@ -209,7 +217,7 @@ def echo(monkeypatch):
     return served.engine
 
 
-# Lines that cannot be answered, and the id that their results have.
+# Invalid lines, and the ids of their results.
 HOSTILE = [
     ("[" * 100_000, None),
     ('{"id": 1, "prompt": ' + "[" * 100_000, None),
@@ -225,7 +233,7 @@ HOSTILE = [
     ('{"prompt": "a", "logprobs": 1}', None),
     ('{"prompt": "a", "response_format": {"type": "json_object"}}', None),
     ('{"prompt": "a", "presence_penalty": 1}', None),
-    # The bundled model has no template.
+    # The bundled model has no chat template.
     ('{"id": "e", "messages": [{"role": "user", "content": "a"}]}', "e"),
     ("7", None),
     ('"\\udc00"', None),
@@ -233,16 +241,18 @@ HOSTILE = [
 ANSWERED = '{"id": "\\udc00", "prompt": "of an odd id"}'
 
 
-def test_no_line_stops_the_others(tmp_path, capsys, echo):
-    """Each hostile line has an error with its id; the next start reads them."""
+def test_an_invalid_line_does_not_stop_the_others(tmp_path, capsys, echo):
+    """Each invalid line has an error with its id; a second run reads them."""
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
-    asked = [line for line, _ in HOSTILE]
-    prompts.write_text("\n".join([*asked, ANSWERED]))
+    bodies = [line for line, _ in HOSTILE]
+    prompts.write_text("\n".join([*bodies, ANSWERED]))
     for _ in range(2):
         serve_with_errors(prompts, results)
-        said = capsys.readouterr().err
-        assert f"1 of {len(HOSTILE) + 1} lines are answered" in said
-        assert f"{len(HOSTILE)} have an error there" in said and said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert f"1 of {len(HOSTILE) + 1} lines are answered" in output
+        assert (
+            f"{len(HOSTILE)} have an error there" in output and output.count("\n") == 1
+        )
         found = read_results(results)
         for number, (_, name) in enumerate(HOSTILE):
             assert found[number]["error"], number
@@ -250,11 +260,11 @@ def test_no_line_stops_the_others(tmp_path, capsys, echo):
             assert found[number].get("id") == expected
         assert found[len(HOSTILE)]["id"] == "\udc00"
         assert found[len(HOSTILE)]["choices"][0]["text"] == "x"
-    assert len(echo.asked) == 1  # nothing was computed again
+    assert len(echo.requests) == 1  # nothing was recomputed
 
 
 def of_batch(name, url="/v1/completions", **body):
-    """A line in the form of OpenAI's batches."""
+    """Return a line in OpenAI's batch format."""
     return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
@@ -270,18 +280,18 @@ WRONG_FORMS = [
 
 
 @pytest.mark.usefixtures("echo")
-def test_lines_of_batches_have_answers_of_that_form(tmp_path, capsys):
+def test_batch_lines_have_results_in_the_batch_format(tmp_path, capsys):
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     good = [
         of_batch("1", model="pydoc", prompt="a"),
         of_batch("2", "/v1/responses", input="a"),
     ]
-    asked = [*good, *(line for line, _ in WRONG_FORMS)]
-    prompts.write_text("\n".join(map(json.dumps, asked)))
+    bodies = [*good, *(line for line, _ in WRONG_FORMS)]
+    prompts.write_text("\n".join(map(json.dumps, bodies)))
     serve_with_errors(prompts, results)
     found = read_results(results)
     for line in found.values():
-        line.pop("asked")
+        line.pop("digest")
         assert {*line} == {"id", "custom_id", "response", "error"}
     first = found[0]
     assert first["custom_id"] == "1" and first["error"] is None
@@ -289,15 +299,17 @@ def test_lines_of_batches_have_answers_of_that_form(tmp_path, capsys):
     body = first["response"]["body"]
     assert body["object"] == "text_completion"
     assert body["choices"][0]["text"] == "x" and body["usage"]["completion_tokens"] == 1
-    # The bundled model has no template: a chat is refused in its line.
+    # Without a chat template, the chat line has an error.
     assert found[1]["response"]["status_code"] == 400
     for number, (line, status) in enumerate(WRONG_FORMS, start=len(good)):
-        told = found[number]
-        assert told["custom_id"] == line["custom_id"]
-        assert told["response"]["status_code"] == status, told
-        assert told["error"]["message"] == told["response"]["body"]["error"]["message"]
-    assert f"1 of {len(asked)} lines" in capsys.readouterr().err
-    # Failed lines are not tried again, and nothing is written twice.
+        answer = found[number]
+        assert answer["custom_id"] == line["custom_id"]
+        assert answer["response"]["status_code"] == status, answer
+        assert (
+            answer["error"]["message"] == answer["response"]["body"]["error"]["message"]
+        )
+    assert f"1 of {len(bodies)} lines" in capsys.readouterr().err
+    # Failed lines are not retried, and nothing is written twice.
     before = results.read_bytes()
     serve_with_errors(prompts, results)
     assert results.read_bytes() == before
@@ -305,12 +317,12 @@ def test_lines_of_batches_have_answers_of_that_form(tmp_path, capsys):
 
 @pytest.mark.further
 def test_batch_lines_are_constrained_like_requests(tmp_path):
-    """More languages than there is room for, rules, and a template that fails."""
+    """More grammars than fit, logits rules, and a failing template."""
     served = load_served(tmp_path / "pydoc")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}
     schema["required"] = ["a"]
     chat = [{"role": "user", "content": "The with"}]
-    asked = [
+    requests = [
         *({"prompt": "The", "guided_choice": [text]} for text in "abcdef"),
         {"prompt": "The", "logit_bias": {"5": 100}, "temperature": 0},
         {"messages": chat, "response_format": {"type": "json_schema"}},
@@ -331,15 +343,15 @@ def test_batch_lines_are_constrained_like_requests(tmp_path):
         of_batch("message", "/v1/messages", messages=chat, max_tokens=4),
         of_batch("response", "/v1/responses", input="The", max_output_tokens=4),
     ]
-    asked[7]["response_format"]["json_schema"] = {"schema": schema}
-    lines_asked = [
+    requests[7]["response_format"]["json_schema"] = {"schema": schema}
+    prompt_lines = [
         json.dumps(each if "custom_id" in each else {"max_tokens": 24, **each})
-        for each in asked
+        for each in requests
     ]
     still = types.SimpleNamespace(update=lambda _: None)
     path = tmp_path / "results.jsonl"
-    with lines.ResultLines(path, lines_asked) as results:
-        answering.answer_all(served, lines_asked, results, still, 4)
+    with lines.ResultLines(path, prompt_lines) as results:
+        answering.answer_all(served, prompt_lines, results, still, 4)
     served.end()
     found = read_results(path)
     texts = {
@@ -350,29 +362,29 @@ def test_batch_lines_are_constrained_like_requests(tmp_path):
     assert json.loads(texts[7])["a"] in ("x", "y")
     assert "unknown role" in found[8]["error"] and "guided_regex" in found[9]["error"]
     assert [each["index"] for each in found[11]["choices"]] == [0, 1]
-    told = found[12]["choices"][0]["logprobs"]
-    assert "".join(told["tokens"]) == texts[12] == texts[10]
-    assert len(told["top_logprobs"][0]) >= 2
-    told = found[13]["choices"][0]["logprobs"]
-    assert texts[13] == "The with" == "".join(told["tokens"])
-    assert told["token_logprobs"][0] is None and told["token_logprobs"][1] < 0
+    answer = found[12]["choices"][0]["logprobs"]
+    assert "".join(answer["tokens"]) == texts[12] == texts[10]
+    assert len(answer["top_logprobs"][0]) >= 2
+    answer = found[13]["choices"][0]["logprobs"]
+    assert texts[13] == "The with" == "".join(answer["tokens"])
+    assert answer["token_logprobs"][0] is None and answer["token_logprobs"][1] < 0
     bodies = [found[i]["response"]["body"] for i in (14, 15, 16)]
-    told = bodies[0]["choices"][0]["logprobs"]["content"]
-    assert len(told) == 4 and len(told[0]["top_logprobs"]) == 1
+    answer = bodies[0]["choices"][0]["logprobs"]["content"]
+    assert len(answer) == 4 and len(answer[0]["top_logprobs"]) == 1
     assert bodies[1]["content"][0]["text"] and bodies[1]["type"] == "message"
     assert bodies[2]["object"] == "response" and bodies[2]["output"]
     assert int(jkv.num_free_blocks(served.engine.cache)) == 12
 
 
-def test_lines_that_are_all_answered_end_well(tmp_path, capsys, echo):
+def test_a_finished_batch_exits_normally(tmp_path, capsys, echo):
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "n": 2}')
     batch.serve(options(prompts, results))
     assert f"2 of 2 lines are answered in {results}\n" == capsys.readouterr().err
-    assert [n for _, n in echo.asked] == [1, 2]
+    assert [n for _, n in echo.requests] == [1, 2]
 
 
-def test_an_engine_that_fails_can_be_gone_on_with(tmp_path, capsys, echo, monkeypatch):
+def test_a_failed_engine_can_be_resumed(tmp_path, capsys, echo, monkeypatch):
     def fail():
         raise EngineError("a step failed")
 
@@ -380,36 +392,38 @@ def test_an_engine_that_fails_can_be_gone_on_with(tmp_path, capsys, echo, monkey
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}')
     serve_with_errors(prompts, tmp_path / "results.jsonl")
-    said = capsys.readouterr().err
-    assert said == "error: a step failed; run it again to go on from what is written\n"
+    output = capsys.readouterr().err
+    assert (
+        output == "error: a step failed; run it again to go on from what is written\n"
+    )
 
 
 def test_unreadable_batch_files_print_one_line(tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     results = tmp_path / "results.jsonl"
 
-    def says(status):
+    def error_of(status):
         with pytest.raises(SystemExit) as ended:
             batch.serve(options(path, results))
-        said = capsys.readouterr().err
-        assert ended.value.code == status and said.startswith("error: ")
-        assert said.count("\n") == 1
-        return said
+        output = capsys.readouterr().err
+        assert ended.value.code == status and output.startswith("error: ")
+        assert output.count("\n") == 1
+        return output
 
-    assert "No such file" in says(1)
+    assert "No such file" in error_of(1)
     path.write_text(" \n")
-    assert " has no line" in says(2)
+    assert " is empty" in error_of(2)
     path.write_bytes(b"\xff")
-    assert " is not UTF-8" in says(2)
+    assert " is not UTF-8" in error_of(2)
 
 
-def test_the_picture_shows_progress_speed_and_pool(monkeypatch):
+def test_the_display_shows_progress_speed_and_pool(monkeypatch):
     import io
 
     from jkv.serving.scheduler.measures import Measures
 
     class Engine:
-        """The fields that the picture reads."""
+        """The fields that the display reads."""
 
         cache = jkv.init(
             jkv.CacheConfig(
@@ -439,7 +453,7 @@ def test_the_picture_shows_progress_speed_and_pool(monkeypatch):
     assert "compiling window" in shown.getvalue() and "2/3" in shown.getvalue()
     with display.Display(Engine(), 10) as picture:
         picture.update(4)
-        picture.update(5)  # a moment later: not drawn
+        picture.update(5)  # shortly after: not drawn
     text = shown.getvalue()
     assert "3 run, 5 wait" in text and "4/10" in text and "5/10" not in text
     assert text.count(". ") >= 300

@@ -1,4 +1,4 @@
-"""`serve_http.py` with the real client: many at once, some leave, and some err."""
+"""`serve_http.py` with the OpenAI client: concurrency, lost clients, errors."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-def test_completions_as_the_client_reads_them(client, continued):
+def test_completions_with_the_openai_client(client, continued):
     options = dict(model="pydoc", max_tokens=12, temperature=0)
     whole = client.completions.create(prompt=["The with", "Every"], **options)
     expected = [continued(p, max_new_tokens=12) for p in ("The with", "Every")]
@@ -63,7 +63,7 @@ def test_completions_as_the_client_reads_them(client, continued):
     assert client.models.list().data[0].id == "pydoc"
 
 
-def test_chats_as_the_client_reads_them(client, continued):
+def test_chats_with_the_openai_client(client, continued):
     options = dict(model="pydoc", max_completion_tokens=9, temperature=0)
     messages = [
         {"role": "system", "content": "The "},
@@ -77,8 +77,8 @@ def test_chats_as_the_client_reads_them(client, continued):
     assert "".join(p.choices[0].delta.content for p in pieces) == expected
 
 
-def test_sixty_clients_at_once_some_of_which_leave(served, address, continued):
-    """Each gets the text that it would get alone; clients that leave change nothing."""
+def test_sixty_concurrent_clients_some_of_which_disconnect(served, address, continued):
+    """Each gets its solo completion; disconnecting clients change nothing."""
     prompts = [f"The {i % 7} import" for i in range(60)]
 
     async def ask(client, i):
@@ -93,12 +93,12 @@ def test_sixty_clients_at_once_some_of_which_leave(served, address, continued):
         async for piece in pieces:
             text += piece.choices[0].text
             if i % 3 == 1:
-                await pieces.close()  # in the middle of the stream
+                await pieces.close()  # disconnects while streaming
                 return None
         return text
 
     async def leave(client, i):
-        """Go away while the whole reply is waited for."""
+        """Disconnect while waiting for the whole response."""
         options = dict(model="pydoc", max_tokens=24, temperature=0)
         task = asyncio.ensure_future(
             client.completions.create(prompt=prompts[i], **options)
@@ -119,7 +119,7 @@ def test_sixty_clients_at_once_some_of_which_leave(served, address, continued):
     assert all(each.text == decode(each.tokens) for each in alone.values())
     for i in range(60):
         if i % 3 != 1:
-            # Greedy: a shorter text is the beginning of a longer one.
+            # Greedy, so that a shorter completion is a prefix of a longer one.
             assert found[i] == decode(alone[prompts[i]].tokens[: 4 + i % 9]), i
     assert served.engine.stats().cancelled > 0
 
@@ -131,11 +131,11 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         (b"\xff\xfe{", 400, ""),
         (b"[" * 100_000, 400, ""),
         (b"[1]", 400, "must be an object"),
-        (b"{}", 400, "prompt must be a text"),
-        (b'{"prompt": ["", 5]}', 400, "texts, or lists of token ids"),
-        (b'{"prompt": [1, -5]}', 400, "integers of 0 or more"),
-        (b'{"prompt": [99999999]}', 400, "the model knows"),
-        (b'{"prompt": [123456789012345678901]}', 400, "token ids"),
+        (b"{}", 400, "prompt must be a string"),
+        (b'{"prompt": ["", 5]}', 400, "only lists of integer token ids"),
+        (b'{"prompt": [1, -5]}', 400, "numbered from 0"),
+        (b'{"prompt": [99999999]}', 400, "the model has"),
+        (b'{"prompt": [123456789012345678901]}', 400, "numbered from 0"),
         (b'{"prompt": "a", "n": 99}', 400, "n must be from 1 to 16"),
         (b'{"prompt": "a", "n": true}', 400, "n must be a number"),
         (b'{"prompt": "a", "temperature": "hot"}', 400, "temperature must be"),
@@ -144,7 +144,7 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         (b'{"prompt": "a", "stop": [""]}', 400, "stop must be"),
         (b'{"prompt": "a", "seed": 1.5}', 400, "seed must be"),
         (json.dumps({"prompt": "a " * 200}).encode(), 400, "the context is 96"),
-        (json.dumps({"prompt": ["a"] * 2049}).encode(), 400, "2048 prompts at most"),
+        (json.dumps({"prompt": ["a"] * 2049}).encode(), 400, "at most 2048 prompts"),
         (b'{"prompt": "' + b"a" * 2**20 + b'"}', 413, "more than 1048576 bytes"),
     ]:
         found = post(body)
@@ -152,24 +152,24 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
         assert words in found[1]["error"]["message"], found
     chat = "/v1/chat/completions"
     for body, words in [
-        (b'{"messages": []}', "list of messages"),
+        (b'{"messages": []}', "list of at least one message"),
         (b'{"messages": [3]}', "role and content"),
         (b'{"messages": [{"role": "user", "content": 3}]}', "content must be"),
-        # Without a word of where the model lies.
+        # The error does not reveal the model's path.
         (
             b'{"messages": [{"role": "alien", "content": "a"}]}',
             "the chat template of the model: unknown role",
         ),
     ]:
-        status, said = post(body, chat)
-        assert status == 400 and words in said["error"]["message"]
-    with pytest.raises(openai.BadRequestError, match="which leaves 96") as told:
+        status, answer = post(body, chat)
+        assert status == 400 and words in answer["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="which leaves 96") as caught:
         client.completions.create(model="pydoc", prompt="a", max_tokens=97)
-    assert told.value.code == "context_length_exceeded"
+    assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="pydoc", input="a")
     assert served.engine.stats().finished == before
-    # A client hangs up in the middle of a request.
+    # A client disconnects within a request.
     host, port = address.removeprefix("http://").split(":")
     for sent in (
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
@@ -182,10 +182,10 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
 
 
 def test_a_full_queue_returns_retry_after(post, address):
-    """Requests that never fit are refused for good, others for now."""
+    """Requests that can never fit are refused permanently, others temporarily."""
     body = json.dumps({"prompt": ["The"] * 32, "n": 4, "max_tokens": 8}).encode()
-    status, said = post(body)
-    assert status == 400 and "at one time, 100" in said["error"]["message"]
+    status, answer = post(body)
+    assert status == 400 and "limit of 100 waiting" in answer["error"]["message"]
     body = json.dumps({"prompt": ["The"] * 32, "n": 3, "max_tokens": 8}).encode()
     statuses, seconds = [], []
 
@@ -210,70 +210,70 @@ def test_a_full_queue_returns_retry_after(post, address):
     )
 
 
-def test_the_numbers_are_there_for_prometheus(served, address):
+def test_prometheus_metrics_are_served(served, address):
     with urllib.request.urlopen(f"{address}/metrics") as reply:
         text = reply.read().decode()
     count = served.engine.stats().generated_tokens
     assert f"jkv_generated_tokens_total {float(count)}" in text
 
 
-def test_the_script_passes_its_options_on(served, monkeypatch, capsys):
-    told = {}
+def test_the_script_forwards_its_options(served, monkeypatch, capsys):
+    passed = {}
 
     def load(_, **changes):
-        told.update(changes)
+        passed.update(changes)
         return served
 
     def run(server):
-        told.update(host=server.config.host, port=server.config.port)
+        passed.update(host=server.config.host, port=server.config.port)
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(loading, "load", load)
-    monkeypatch.setattr(renewing, "renew_when_asked", lambda *_: None)
+    monkeypatch.setattr(renewing, "renew_on_signal", lambda *_: None)
     words = "--port 81 --shares alice=2 bob=0.5"
     monkeypatch.setattr(sys, "argv", ["serve_http.py", *words.split()])
     runpy.run_path(str(EXAMPLES / "serve_http.py"), run_name="__main__")
     expected = dict(host="127.0.0.1", port=81, max_waiting=256, max_grammars=8)
     expected |= dict(max_rules=0, tool_tags=("<tool_call>", "</tool_call>"))
     expected |= dict(shares={"alice": 2.0, "bob": 0.5}, checks=False)
-    assert told == expected
+    assert passed == expected
     assert "3 programs are ready" in capsys.readouterr().out
 
 
-def test_a_signal_reads_the_weights_anew(served, client, capsys):
-    """The folder's weights, while requests run; an invalid folder changes nothing."""
+def test_a_signal_reloads_the_weights(served, client, capsys):
+    """While requests run; an invalid folder changes nothing."""
     before = signal.getsignal(signal.SIGUSR1)
     options = argparse.Namespace(model=served.folder, scan_layers=True)
     version = served.engine.stats().version
-    asked = dict(model="pydoc", prompt="The with", max_tokens=8, temperature=0)
-    text = client.completions.create(**asked).choices[0].text
+    fields = dict(model="pydoc", prompt="The with", max_tokens=8, temperature=0)
+    text = client.completions.create(**fields).choices[0].text
     try:
-        renewing.renew_when_asked(served, options)
-        for folder, says in [
+        renewing.renew_on_signal(served, options)
+        for folder, message in [
             (served.folder, f"the weights are of version {version + 1}"),
             (served.folder / "nowhere", "the weights are what they were"),
         ]:
-            options.model, said = folder, ""
+            options.model, answer = folder, ""
             os.kill(os.getpid(), signal.SIGUSR1)
             end = time.monotonic() + 60
-            while says not in said:
-                assert time.monotonic() < end, said
+            while message not in answer:
+                assert time.monotonic() < end, answer
                 time.sleep(0.01)
-                said += "".join(capsys.readouterr())
+                answer += "".join(capsys.readouterr())
         assert served.engine.stats().version == version + 1
-        assert client.completions.create(**asked).choices[0].text == text
+        assert client.completions.create(**fields).choices[0].text == text
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_text_that_takes_too_long_is_cut(client):
-    asked = dict(model="pydoc", prompt="The with", max_tokens=60)
-    asked["extra_body"] = {"ignore_eos": True, "timeout": 0.001}
+def test_a_timed_out_request_is_truncated(client):
+    fields = dict(model="pydoc", prompt="The with", max_tokens=60)
+    fields["extra_body"] = {"ignore_eos": True, "timeout": 0.001}
     tries = openai.OpenAI(base_url=client.base_url, api_key="none")
     with pytest.raises(openai.InternalServerError, match="timeout") as caught:
-        tries.completions.create(**asked)
+        tries.completions.create(**fields)
     assert (caught.value.status_code, caught.value.code) == (504, "deadline")
     with pytest.raises(openai.APIError, match="timeout"):
-        list(client.completions.create(stream=True, **asked))
-    asked["extra_body"] = {"timeout": 60.0}
-    assert client.completions.create(**asked).choices[0].finish_reason
+        list(client.completions.create(stream=True, **fields))
+    fields["extra_body"] = {"timeout": 60.0}
+    assert client.completions.create(**fields).choices[0].finish_reason

@@ -1,4 +1,4 @@
-"""A server that is exposed: clients that are slow, endless or without a key."""
+"""An exposed server: slow, endless and unauthenticated requests."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from served import running
 from served.api import make_app
 from served.asking import prompts
 from served.endpoints.connections import Bounds, make_config
-from support.http_server import start_server
+from support.serving.http_server import start_server
 
 from jkv.serving import EngineError
 
@@ -39,7 +39,7 @@ HALF = HEAD + b"Content-Length: 99\r\n\r\n{"
 
 @pytest.fixture
 def serving(served):
-    """Start servers of the same engine; they end with the test."""
+    """Function that starts servers of one engine, which stop with the test."""
     with contextlib.ExitStack() as stack:
 
         def start(app=None, bounds=QUICK, **options):
@@ -50,12 +50,12 @@ def serving(served):
             return server, thread, address
 
         yield start
-    served.engine.start()  # the end of a server is the end of its thread
+    served.engine.start()  # a stopped server stops its thread
 
 
 @contextlib.contextmanager
 def connected(address, sent):
-    """A connection on which something was sent."""
+    """Open a connection and send bytes."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(sent)
@@ -63,7 +63,7 @@ def connected(address, sent):
 
 
 def read_to_end(connection):
-    """Return the bytes until the other side closes."""
+    """Return the bytes received until the other side closes."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(2**16):
@@ -75,9 +75,9 @@ def read_to_end(connection):
     "sent, expected",
     [
         (b"", b""),  # nothing
-        (HEAD, b""),  # half a head
-        (HALF, b"408"),  # half a body
-        (HEAD + b"X: " + b"a" * 5000 + b"\r\n", b"400"),  # an endless head
+        (HEAD, b""),  # part of a head
+        (HALF, b"408"),  # part of a body
+        (HEAD + b"X: " + b"a" * 5000 + b"\r\n", b"400"),  # an endless header
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n", b"408"),
     ],
 )
@@ -100,7 +100,7 @@ def test_slow_requests_time_out(serving, sent, expected):
     ],
 )
 def test_malformed_requests_are_answered_in_json(serving, sent, words):
-    """A head is too long however many packets it came in."""
+    """A head may be too long in any number of packets."""
     _, _, address = serving()
     with connected(address, sent) as connection:
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
@@ -111,8 +111,8 @@ def test_malformed_requests_are_answered_in_json(serving, sent, words):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/health"])
-def test_an_endless_upload_ends(serving, path):
-    """In bytes, when it is fast; the answer came before."""
+def test_an_endless_upload_is_closed(serving, path):
+    """A fast upload is closed by its size, after the response was sent."""
     _, _, address = serving()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connected(address, head.encode()) as connection:
@@ -126,7 +126,7 @@ def test_an_endless_upload_ends(serving, path):
 
 
 def test_a_slow_upload_ends_after_its_answer(serving):
-    """In time, though the connection is never idle."""
+    """The time is limited, although the connection is never idle."""
     _, _, address = serving()
     head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n"
     with connected(address, head) as connection:
@@ -139,7 +139,7 @@ def test_a_slow_upload_ends_after_its_answer(serving):
         assert time.monotonic() - start < 5
 
 
-def test_a_client_that_does_not_read_is_left(serving):
+def test_a_client_that_does_not_read_is_dropped(serving):
     async def tell_much(_, __, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(100):
@@ -157,13 +157,13 @@ def test_a_client_that_does_not_read_is_left(serving):
         assert time.monotonic() - start > 0.9
 
 
-def test_sigterm_ends_the_server_with_300_half_sent_requests(served, serving):
+def test_sigterm_stops_the_server_with_300_partial_requests(served, serving):
     patient = QUICK._replace(head_seconds=60, body_seconds=60)
     server, thread, address = serving(bounds=patient)
     with contextlib.ExitStack() as stack:
         for i in range(300):
             stack.enter_context(connected(address, (HALF, HEAD)[i % 2]))
-        # One whole request, which is answered before the end.
+        # One complete request, which is answered before the shutdown.
         body = b'{"prompt": "The", "max_tokens": 20}'
         whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
         last = stack.enter_context(connected(address, whole))
@@ -188,17 +188,17 @@ def test_shutdown_ends_slow_replies(serving, monkeypatch):
     with connected(address, sent) as connection:
         time.sleep(0.3)
         server.handle_exit(signal.SIGTERM, None)
-        assert b"the server is going down" in read_to_end(connection)
+        assert b"the server is shutting down" in read_to_end(connection)
     thread.join(timeout=20)
     assert not thread.is_alive()
 
 
-def test_long_prompts_hold_nothing_up(post, monkeypatch):
-    """They are refused by their length; tokenizing runs in another thread."""
+def test_long_prompts_do_not_delay_others(post, monkeypatch):
+    """Prompts are refused by length; tokenization runs in another thread."""
     start = time.monotonic()
     for _ in range(5):
-        status, said = post(json.dumps({"prompt": "a b " * 250_000}).encode())
-        assert status == 400 and "1000000 characters" in said["error"]["message"]
+        status, reply = post(json.dumps({"prompt": "a b " * 250_000}).encode())
+        assert status == 400 and "1000000 characters" in reply["error"]["message"]
     assert time.monotonic() - start < 2
     encode = prompts._encode
 
@@ -216,7 +216,7 @@ def test_long_prompts_hold_nothing_up(post, monkeypatch):
     ask.join()
 
 
-def test_without_the_key_nothing_but_health(serving):
+def test_without_the_key_only_health_is_served(serving):
     _, _, address = serving(api_key="secret")
     for key in ("none", "secre", "secret2"):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
@@ -259,7 +259,7 @@ def test_a_failed_engine_returns_errors(served, serving, monkeypatch):
 
 
 def test_a_failed_engine_stops_the_server(served):
-    """No request is refused for ever; a supervisor can start another server."""
+    """Instead of refusing every request; a supervisor can restart it."""
     engine = SimpleNamespace(has_failed=False)
     server = running.Server(make_config(make_app(served)), engine)
     assert not asyncio.run(server.on_tick(1))

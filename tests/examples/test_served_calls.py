@@ -1,4 +1,4 @@
-"""Tool calls of a chat: offered, chosen, returned whole and in pieces."""
+"""Tool calls of a chat: offered, selected, returned whole and streamed."""
 
 import contextlib
 import json
@@ -43,12 +43,12 @@ def ask(client, **options):
 
 
 def read(pieces, begin="<t>", end="</t>", **options):
-    """Return the results for a text in pieces: free text, and calls."""
+    """Return the parsed content and calls of a text in pieces."""
     reader, content, calls = CallReader(begin, end, **options), "", []
     for place, piece in enumerate(pieces):
-        told = reader.advance(piece, is_last=place == len(pieces) - 1)
-        content += told.content
-        for part in told.calls:
+        reported = reader.advance(piece, is_last=place == len(pieces) - 1)
+        content += reported.content
+        for part in reported.calls:
             if part.name is not None:
                 assert part.index == len(calls) and part.id.startswith("call_")
                 calls.append([part.name, ""])
@@ -75,7 +75,7 @@ HEAD = '{"name": "f", "arguments": '
                 True,
             ),
         ),
-        # Cut by a limit: the known part is returned.
+        # Truncated by a limit: the parsed part is returned.
         ("a <t>" + HEAD + '{"a": "', ("a", [["f", '{"a": "']], False)),
         ("<t>" + HEAD[:-6], ("", [["f", ""]], False)),
         ('so |<t>{"name": "f"', ("so", [["f", ""]], False)),
@@ -85,8 +85,8 @@ HEAD = '{"name": "f", "arguments": '
         ("<t>" + HEAD + "{}} ", ("", [["f", "{}"]], False)),
     ],
 )
-def test_calls_are_parsed_alike_in_any_chunks(text, expected):
-    """A bar stands for the end of a line."""
+def test_calls_are_parsed_equally_in_any_chunks(text, expected):
+    """A bar stands for a newline."""
     text, rng = text.replace("|", "\n"), random.Random(0)
     content, calls, has_called = expected
     expected = content.replace("|", "\n"), calls, has_called
@@ -97,7 +97,7 @@ def test_calls_are_parsed_alike_in_any_chunks(text, expected):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_an_answer_may_have_a_tag_in_it(size):
+def test_an_answer_may_contain_a_tag(size):
     for text, expected in (
         ('{"a": "<t>"}', ('{"a": "<t>"}', [])),
         ("<", ("<", [])),
@@ -107,7 +107,7 @@ def test_an_answer_may_have_a_tag_in_it(size):
         assert read(pieces, has_answer=True)[:2] == expected
 
 
-def test_a_tag_behind_a_call_may_lack():
+def test_the_closing_tag_of_a_call_is_optional():
     text = "[" + HEAD + "{}}\n[" + HEAD + "{}}"
     assert read([text], "[", "") == read([*text], "[", "")
     assert read([text], "[", "") == ("", [["f", "{}"]] * 2, True)
@@ -137,7 +137,7 @@ def test_the_real_client_parses_arguments_into_its_types(client, choice):
 
 
 def join_pieces(pieces):
-    """The message that the pieces of a stream make, and why it ended."""
+    """Return the message that a stream's pieces form, and its finish reason."""
     content, calls, reason = "", [], None
     for piece in pieces:
         (choice,) = piece.choices
@@ -150,12 +150,12 @@ def join_pieces(pieces):
     return content, calls, reason
 
 
-def test_streams_equal_whole_answers(client, served):
+def test_streams_equal_whole_responses(client, served):
     (begin,) = served.tokenizer.encode("=").ids
     options = dict(tool_choice="auto", parallel_tool_calls=False, temperature=1.2)
     kinds = set()
     for changes in (
-        # A bias lets the tag come soon, and another lets the text end behind the call.
+        # One bias makes the tag likely, another the end after the call.
         {"extra_body": {"logit_bias": {begin: 9, served.stop_tokens[0]: 7}}},
         {"tool_choice": "required", "parallel_tool_calls": True},
         {},
@@ -178,23 +178,23 @@ def test_streams_equal_whole_answers(client, served):
 
 
 @pytest.mark.parametrize("form", ["schema", "object"])
-def test_a_text_is_the_answer_or_calls(client, form):
-    """Both come, of several seeds, and nothing else does."""
+def test_a_response_is_an_answer_or_calls(client, form):
+    """Both occur over several seeds, and nothing else."""
     format = {"type": "json_object"}
     if form == "schema":
         schema = Clock.model_json_schema()
         format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    # So hot that any token comes that is allowed; one call ends a text.
-    asked = dict(temperature=90, parallel_tool_calls=False, response_format=format)
+    # A temperature at which any allowed token occurs; one call ends the response.
+    request = dict(temperature=90, parallel_tool_calls=False, response_format=format)
     kinds = set()
-    for choice in ask(client, n=16, **asked).choices:
+    for choice in ask(client, n=16, **request).choices:
         kinds.add(choice.finish_reason)
         if choice.finish_reason == "stop":
             assert isinstance(json.loads(choice.message.content), dict)
             assert not choice.message.tool_calls
         if choice.finish_reason == "tool_calls":
             assert not choice.message.content
-    # Any object may be long.
+    # A free-form object may exceed the limit.
     assert kinds >= {"tool_calls", "stop" if form == "schema" else "length"}
     required = ask(
         client, max_tokens=60, tool_choice="required", response_format=format
@@ -202,7 +202,7 @@ def test_a_text_is_the_answer_or_calls(client, form):
     assert required.message.tool_calls and not required.message.content
 
 
-def test_no_call_is_a_plain_text(client):
+def test_tool_choice_none_returns_plain_text(client):
     plain = ask(client, tools=[], max_tokens=8).choices[0]
     for changes in ({"tool_choice": "none"}, {"tools": None}):
         found = ask(client, max_tokens=8, **changes).choices[0]
@@ -233,27 +233,27 @@ def test_templates_receive_tools_calls_and_results(served, tmp_path):
     assert served.tokenizer.decode(tokens) == "f The withx81"
 
 
-def test_an_answer_warns_of_tools_that_its_template_does_not_show(client, post):
+def test_a_response_warns_if_its_template_does_not_show_tools(client, post):
     def warnings(found):
         return (found.model_extra or {}).get("warnings")
 
     options = dict(tool_choice="auto", max_tokens=8)
-    (told,) = warnings(ask(client, **options))
-    assert "template of pydoc does not show tools" in told
+    (reported,) = warnings(ask(client, **options))
+    assert "template of pydoc does not show tools" in reported
     first, *others = ask(client, stream=True, **options)
-    assert warnings(first) == [told]
+    assert warnings(first) == [reported]
     assert not any(map(warnings, others))
     assert not warnings(ask(client, tool_choice="none", max_tokens=2))
     assert not warnings(ask(client, tools=None, max_tokens=2))
     tool = {"type": "function", **TOOLS[0]["function"]}
     body = dict(input="The with", tools=[tool], max_output_tokens=16)
-    status, said = post(json.dumps(body).encode(), "/v1/responses")
-    assert status == 200 and said["warnings"] == [told]
+    status, reply = post(json.dumps(body).encode(), "/v1/responses")
+    assert status == 200 and reply["warnings"] == [reported]
 
 
 PATH = "/v1/chat/completions"
 BARE = {"type": "function", "function": {"name": "f"}}
-# As Go writes a list that is not there.
+# Go's encoding of an absent list.
 WRONG = {"name": "w", "parameters": {"type": "object", "required": None}}
 WRONG = {"type": "function", "function": WRONG}
 
@@ -261,14 +261,14 @@ WRONG = {"type": "function", "function": WRONG}
 @pytest.mark.parametrize(
     "fields, param, words",
     [
-        ({"tools": {}}, "tools", "a list of 128"),
-        ({"tools": [BARE] * 129}, "tools", "a list of 128"),
+        ({"tools": {}}, "tools", "a list of at most 128"),
+        ({"tools": [BARE] * 129}, "tools", "a list of at most 128"),
         ({"tools": [{"type": "custom"}]}, "tools", "of type function"),
         ({"tools": [{"type": "function"}]}, "tools", "with a name"),
         ({"tools": [{**BARE, "x": 1}]}, "tools", "'x' of the tool f"),
         ({"tools": [BARE, BARE]}, "tools", "different names"),
         ({"tools": [BARE], "tool_choice": "some"}, "tool_choice", "none, auto"),
-        ({"tool_choice": "required"}, "tool_choice", "goes with tools"),
+        ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         (
             {
                 "tools": [BARE],
@@ -279,7 +279,7 @@ WRONG = {"type": "function", "function": WRONG}
                 },
             },
             "tool_choice",
-            "tool_choice.force is not served",
+            "tool_choice.force is not supported",
         ),
         (
             {
@@ -290,7 +290,7 @@ WRONG = {"type": "function", "function": WRONG}
                 },
             },
             "tool_choice",
-            "tool_choice.x is not served",
+            "tool_choice.x is not supported",
         ),
         (
             {"tools": [BARE], "tool_choice": {"type": "allowed_tools"}},
@@ -309,13 +309,13 @@ WRONG = {"type": "function", "function": WRONG}
                 },
             },
             "tool_choice",
-            "no tool is called 'g'",
+            "tools has no 'g'",
         ),
         ({"tools": [BARE], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or"),
         (
             {"tools": [BARE], "guided_regex": "a"},
             "guided_regex",
-            "one of tools and guided_regex",
+            "tools and guided_regex exclude each other",
         ),
         ({"tools": [WRONG]}, "tools", "tool 'w': 'required' at # must be a list"),
         (
@@ -324,19 +324,19 @@ WRONG = {"type": "function", "function": WRONG}
                 "tool_choice": {"type": "function", "function": {"name": "g"}},
             },
             "tool_choice",
-            "no tool is called 'g'",
+            "tools has no 'g'",
         ),
         ({"messages": [{**CHAT[0], "tool_calls": {}}]}, "messages", "must be a list"),
         ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "list of calls"),
         ({"messages": [{**CHAT[0], "tool_call_id": 1}]}, "messages", "tool_call_id"),
-        ({"functions": [{"name": "f"}]}, "functions", "the old name of tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "the deprecated form of tools"),
     ],
 )
 def test_invalid_tools_are_refused_by_name(post, fields, param, words):
     body = {"messages": CHAT, **fields}
-    status, said = post(json.dumps(body).encode(), PATH)
-    assert status == 400 and said["error"]["param"] == param, said
-    assert words in said["error"]["message"]
+    status, reply = post(json.dumps(body).encode(), PATH)
+    assert status == 400 and reply["error"]["param"] == param, reply
+    assert words in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -356,12 +356,12 @@ def test_invalid_tools_are_refused_by_name(post, fields, param, words):
 def test_an_invalid_function_is_reported(post, function, words):
     tool = {"type": "function", "function": {"name": "f", **function}}
     body = {"messages": CHAT, "tools": [tool]}
-    status, said = post(json.dumps(body).encode(), PATH)
-    assert status == 400 and re.search(words, said["error"]["message"]), said
+    status, reply = post(json.dumps(body).encode(), PATH)
+    assert status == 400 and re.search(words, reply["error"]["message"]), reply
 
 
-def test_tools_are_calls_of_a_language_and_defaults():
-    """No choice is "auto"; a tool without parameters takes none."""
+def test_tools_are_read_with_defaults():
+    """The default choice is "auto"; a tool without parameters takes none."""
     found = read_tools({"tools": [BARE]}, ("<t>", "</t>"))
     described = json.loads(found.language.text)
     assert found.listed == [BARE] and described["choice"] == "auto"
@@ -370,24 +370,24 @@ def test_tools_are_calls_of_a_language_and_defaults():
     assert read_tools({"tools": [], "tool_choice": "none"}, ("", "")) is None
 
 
-def test_a_tool_that_is_not_served_does_not_refuse_the_others(post):
-    """Its arguments are free JSON, and the answer says so; a call of it must not be."""
+def test_an_unsupported_tool_does_not_refuse_the_others(post):
+    """Its arguments are free JSON with a warning, but it cannot be required."""
     far = {"name": "far", "parameters": {"$ref": "https://a.org/b"}}
     tools = [{"type": "function", "function": each} for each in (far, {"name": "g"})]
     body = {"messages": CHAT, "tools": tools, "max_tokens": 4}
-    status, said = post(json.dumps(body).encode(), PATH)
-    assert status == 200, said
-    (told,) = [each for each in said["warnings"] if "far" in each]
-    assert "any JSON object: $ref 'https://a.org/b' at #" in told
-    again = post(json.dumps(body).encode(), PATH)[1]  # the grammar is there already
-    assert told in again["warnings"]
+    status, reply = post(json.dumps(body).encode(), PATH)
+    assert status == 200, reply
+    (reported,) = [each for each in reply["warnings"] if "far" in each]
+    assert "any JSON object: $ref 'https://a.org/b' at #" in reported
+    again = post(json.dumps(body).encode(), PATH)[1]  # the grammar is cached
+    assert reported in again["warnings"]
     body["tool_choice"] = "required"
-    status, said = post(json.dumps(body).encode(), PATH)
-    assert status == 400 and "tool 'far'" in said["error"]["message"]
+    status, reply = post(json.dumps(body).encode(), PATH)
+    assert status == 400 and "tool 'far'" in reply["error"]["message"]
 
 
-def test_the_largest_of_many_tools_have_free_arguments(served):
-    """Each has room alone; all of them together have none."""
+def test_the_largest_of_many_tools_get_free_arguments(served):
+    """Each fits alone; together they exceed the limit."""
     names = {"type": "array", "items": {"enum": ["some", "words", "of", "it"]}}
     small = {"name": "small", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}
     large = [
@@ -414,8 +414,8 @@ def test_the_largest_of_many_tools_have_free_arguments(served):
         break
     from_tools(vocabulary=vocabulary, max_bytes=most, **alone)
     found = languages._compile_tools(described, vocabulary, max_bytes=most)
-    told = " ".join(found.told)
-    assert "large0" in told and "small" not in told
+    reported = " ".join(found.warnings)
+    assert "large0" in reported and "small" not in reported
     with pytest.raises(TooLarge):
         languages._compile_tools(
             {**described, "choice": "required"}, vocabulary, max_bytes=most

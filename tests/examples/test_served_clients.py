@@ -1,9 +1,9 @@
-"""Bodies that clients of other projects send, recorded in autumn 2026.
+"""Request bodies of other projects' clients, recorded in autumn 2026.
 
-Each client ran its first example against this server; texts and schemas are shortened
-here, no field is left out. Agents' command lines: codex 0.147, qwen-code, Claude Code
+Each client ran its first example against this server; texts and schemas are shortened,
+and no field is left out. Coding agents: codex 0.147, qwen-code, Claude Code
 (`/v1/messages`); libraries: openai-node, Vercel's AI SDK, haystack, mem0, deepeval,
-ragas, crewAI; and guidellm, which measures.
+ragas, crewAI; benchmarks: guidellm.
 """
 
 import collections
@@ -389,7 +389,7 @@ BODIES = {
 
 @pytest.fixture
 def send(address):
-    """Return a function that sends to the server: the status, and the text."""
+    """Function that posts a body and returns the status and the text."""
     import urllib.error
     import urllib.request
 
@@ -413,14 +413,14 @@ LAST = {
 
 
 @pytest.mark.parametrize("client", BODIES)
-def test_a_client_gets_an_answer(send, client):
+def test_a_recorded_request_is_answered(send, client):
     path, body = BODIES[client]
-    status, said = send(path, body)
-    assert status == 200, said
+    status, reply = send(path, body)
+    assert status == 200, reply
     if not body.get("stream"):
-        assert json.loads(said)["usage"]
+        assert json.loads(reply)["usage"]
         return
-    *_, last = said.strip().split("\n\n")
+    *_, last = reply.strip().split("\n\n")
     assert last.startswith(LAST[path]), last
     assert "error" not in last.split("\n")[0] and "failed" not in last.split("\n")[0]
 
@@ -430,7 +430,7 @@ WRONG += [{"type": "function"}, {"type": 3}, [{"type": "text"}], [{"type": [1]}]
 
 
 def list_places(value, path=()):
-    """The paths of all values in a body."""
+    """Yield the paths of all values in a body."""
     if path:
         yield path
     keys = value if isinstance(value, dict) else ()
@@ -439,8 +439,8 @@ def list_places(value, path=()):
         yield from list_places(value[key], (*path, key))
 
 
-def test_changed_bodies_are_answered_or_refused_in_words(send):
-    """A value of another kind, or none, at any place; never a crash."""
+def test_mutated_bodies_are_answered_or_refused_with_a_message(send):
+    """Values of another type, or none, at any path never crash the server."""
     chance = random.Random(5)
     found = collections.Counter()
     for _ in range(100):
@@ -454,8 +454,8 @@ def test_changed_bodies_are_answered_or_refused_in_words(send):
             holder[last] = chance.choice(WRONG)
         if path != CHATS and chance.random() < 0.3:
             path += "/count_tokens" if path == MESSAGES else "/input_tokens"
-        status, said = send(path, body)
+        status, reply = send(path, body)
         found[status] += 1
-        assert status in (200, 400, 404), (said, path, body)
-        assert status == 200 or json.loads(said)["error"]["message"]
+        assert status in (200, 400, 404), (reply, path, body)
+        assert status == 200 or json.loads(reply)["error"]["message"]
     assert found[200] > 20 and found[400] > 20

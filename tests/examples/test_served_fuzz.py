@@ -1,4 +1,4 @@
-"""500 random bodies: each is answered, and none by a crash."""
+"""500 random bodies: each is answered, none crashes the server."""
 
 import http.client
 import json
@@ -6,7 +6,7 @@ import random
 import threading
 
 import pytest
-from support.http_server import POISON
+from support.serving.http_server import POISON
 
 pytestmark = [
     pytest.mark.one_end,
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
 ]
 
-# Parts of a random body: each field has values that are served and others.
+# Parts of a random body: valid and invalid values for each field.
 PROMPTS = ["The with", "", "a\ud800", "\0\u200d", ["a", "b"], [5, 6, 7], [[5], [6, 7]]]
 PROMPTS += [[], [99999], [-1], None, 5, {}, [None], ["a", 5], "a " * 90, [0], [[]]]
 CONTENTS = [
@@ -54,7 +54,7 @@ ODD += [
 
 
 def make_body(chance):
-    """Make a body with mostly valid fields."""
+    """Create a body with mostly valid fields."""
     body = {"max_tokens": 2, "seed": 1}
     if chance.random() < 0.7:
         body["prompt"] = pick(PROMPTS, chance)
@@ -70,7 +70,7 @@ def make_body(chance):
 
 
 def pick(values, chance):
-    """The first in three of four cases, else any."""
+    """Return the first value in three of four cases, else any."""
     return values[0] if chance.random() < 0.75 else chance.choice(values)
 
 
@@ -83,7 +83,7 @@ def damage(text, chance):
 
 
 def test_500_random_bodies_are_answered(address):
-    """With a result, or with an error in the API's words; never by a crash."""
+    """The response is a result or an API error; no body crashes the server."""
     chance = random.Random(7)
     bodies = [make_body(chance) for _ in range(500)]
     sent = [

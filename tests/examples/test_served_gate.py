@@ -1,4 +1,4 @@
-"""Checks before the endpoints: names of requests, origins, lengths, proxies."""
+"""Checks before the endpoints: request ids, origins, lengths, proxies."""
 
 import functools
 import http.client
@@ -10,7 +10,7 @@ import time
 import pytest
 from served.api import make_app
 from served.replying import answers
-from support.http_server import start_server
+from support.serving.http_server import start_server
 
 pytestmark = [
     pytest.mark.one_end,
@@ -23,7 +23,7 @@ BODY = json.dumps({"prompt": "The with", "max_tokens": 12, "stream": True}).enco
 
 @pytest.fixture
 def ask(address):
-    """Ask the server; return the status, the headers and the body."""
+    """Function that sends a request and returns status, headers and body."""
     host, port = address.removeprefix("http://").split(":")
 
     def send(method="GET", path="/health", body=None, port=port, **headers):
@@ -38,7 +38,7 @@ def ask(address):
     return send
 
 
-def test_every_answer_has_a_name(ask):
+def test_every_response_has_a_request_id(ask):
     own = [ask()[1]["x-request-id"] for _ in range(2)]
     assert len({*own}) == 2 and all(len(name) == 32 for name in own)
     assert ask(x_request_id="mine-1")[1]["x-request-id"] == "mine-1"
@@ -48,7 +48,7 @@ def test_every_answer_has_a_name(ask):
         assert ask(x_request_id=odd)[1]["x-request-id"] != odd
 
 
-def test_a_stream_goes_through_proxies(ask):
+def test_a_stream_passes_proxies(ask):
     status, headers, body = ask("POST", "/v1/completions", BODY)
     assert status == 200 and body.endswith(b"data: [DONE]\n\n")
     assert headers["x-accel-buffering"] == "no"
@@ -59,12 +59,12 @@ def test_silent_streams_send_comments(ask, monkeypatch, served):
     monkeypatch.setattr(answers, "SILENT_SECONDS", 0.05)
     submit, runner = served.engine.submit, served.engine._runner
 
-    def submit_late(asked):
-        """Nothing is computed for a while."""
+    def submit_late(request):
+        """Block the engine before submitting."""
         wait = functools.partial(runner.exclusively, lambda: time.sleep(0.5))
         threading.Thread(target=wait).start()
         time.sleep(0.05)
-        return submit(asked)
+        return submit(request)
 
     monkeypatch.setattr(served.engine, "submit", submit_late)
     _, _, body = ask("POST", "/v1/completions", BODY)
@@ -115,7 +115,7 @@ def test_allowed_origins_pass_cors(served, ask):
         preflight["Origin"] = "https://b.org"
         status, headers, _ = ask("OPTIONS", path, port=port, **preflight)
         assert status == 400 and "access-control-allow-origin" not in headers
-        # The page can read refusals, too.
+        # Refusals are readable across origins, too.
         status, headers, _ = ask(path="/v1/models", port=port, Origin="https://a.org")
         assert status == 401
         assert headers["access-control-allow-origin"] == "https://a.org"
@@ -125,7 +125,7 @@ def test_allowed_origins_pass_cors(served, ask):
 
 
 class _nothing:
-    """The engine runs already, and goes on."""
+    """A lifespan that does nothing, as the engine is already running."""
 
     def __init__(self, _):
         pass

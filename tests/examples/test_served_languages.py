@@ -1,4 +1,4 @@
-"""Texts that a client asks to be JSON, of a schema, a pattern or a choice."""
+"""Structured output over HTTP: JSON, schemas, patterns and choices."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def client(address):
 
 
 def ask(client, *, seed=1, **options):
-    """The texts of a chat, and why each ended."""
+    """Return the texts of a chat, and their finish reasons."""
     found = client.chat.completions.create(
         model="pydoc", messages=CHAT, max_tokens=24, seed=seed, **options
     )
     return [(each.message.content, each.finish_reason) for each in found.choices]
 
 
-def test_the_real_client_parses_answers_into_its_types(client):
+def test_the_openai_client_parses_answers_into_its_types(client):
     found = client.chat.completions.parse(
         model="pydoc",
         messages=CHAT,
@@ -74,7 +74,7 @@ def test_patterns_and_choices(client, fields, pattern):
 
 def test_json_objects_and_streams(client):
     (text, reason), *_ = ask(client, response_format={"type": "json_object"})
-    # One that is cut by its limit is a beginning of JSON.
+    # A truncated text is a prefix of valid JSON.
     assert text.startswith("{") and reason in ("stop", "length")
     if reason == "stop":
         assert isinstance(json.loads(text), dict)
@@ -91,15 +91,15 @@ def test_json_objects_and_streams(client):
 
 
 def hold(served, *texts):
-    """Hold a grammar of each text, as requests that go on do."""
+    """Hold a grammar of each text, as running requests do."""
     return [
         served.hold(Language("choice", json.dumps([text]), "guided_choice"))
         for text in texts
     ]
 
 
-def test_languages_come_and_go(client, served, monkeypatch):
-    """The server of the tests has room for three."""
+def test_grammars_are_loaded_and_evicted(client, served, monkeypatch):
+    """The test server has room for three."""
     for turn in range(2):
         for number in range(5):
             fields = {"guided_choice": [f"{number}", f"{number}{number}"]}
@@ -110,7 +110,7 @@ def test_languages_come_and_go(client, served, monkeypatch):
         patch.setattr(continuing, "ROOM_SECONDS", 0.2)
         with pytest.raises(openai.RateLimitError, match="all room for grammars"):
             ask(client, extra_body={"guided_choice": ["d"]})
-    # Loaded languages are served all the same.
+    # Loaded grammars are still served.
     assert ask(client, extra_body={"guided_choice": ["a"]}) == [("a", "stop")]
     for each in held:
         each.release()
@@ -118,23 +118,23 @@ def test_languages_come_and_go(client, served, monkeypatch):
 
 
 def test_a_request_waits_for_room(client, served):
-    """More languages than there is room for are served, one after the other."""
+    """If all places are in use, requests wait and are served one after another."""
     held = hold(served, *"abc")
     with ThreadPoolExecutor(4) as threads:
-        told = [
+        waiting = [
             threads.submit(ask, client, extra_body={"guided_choice": [text]})
             for text in "defg"
         ]
         time.sleep(0.3)
-        assert not any(each.done() for each in told)
+        assert not any(each.done() for each in waiting)
         for each in held:
             each.release()
-        assert [each.result() for each in told] == [[(t, "stop")] for t in "defg"]
+        assert [each.result() for each in waiting] == [[(t, "stop")] for t in "defg"]
 
 
 @pytest.fixture
 def compiling_stands_still(client, served):
-    """Stop the processes that compile, as if a grammar took them for ever."""
+    """Stop the compiler processes, as if a grammar took forever."""
     assert ask(client, extra_body={"guided_choice": ["h"]}) == [("h", "stop")]
     workers = list(served.processors._compilers._workers)
     for worker in workers:
@@ -147,22 +147,22 @@ def compiling_stands_still(client, served):
 
 @pytest.mark.usefixtures("compiling_stands_still")
 def test_grammar_compilation_does_not_block_others(client, monkeypatch):
-    """While one is compiled until its time is over, all else is served."""
+    """Everything else is served until compilation times out."""
     monkeypatch.setattr(compiling, "MOST_SECONDS", 2.0)
     with ThreadPoolExecutor(2) as threads:
-        # Both ask for the same.
+        # Both request the same grammar.
         slow = {"guided_regex": "slow+"}
-        told = [threads.submit(ask, client, extra_body=slow) for _ in range(2)]
+        waiting = [threads.submit(ask, client, extra_body=slow) for _ in range(2)]
         there = {"guided_choice": ["h"]}
         assert ask(client, extra_body=there) == [("h", "stop")]
         assert ask(client)[0][1] in ("stop", "length")
-        assert not any(each.done() for each in told)
-        for each in told:
+        assert not any(each.done() for each in waiting)
+        for each in waiting:
             with pytest.raises(openai.BadRequestError, match="2 seconds to compile"):
                 each.result()
 
 
-def test_another_process_compiles_instead_of_one_that_was_ended(client, served):
+def test_a_new_process_compiles_after_one_was_killed(client, served):
     assert ask(client, extra_body={"guided_choice": ["h"]}) == [("h", "stop")]
     (worker,) = served.processors._compilers._idle[-1:]
     worker._process.kill()
@@ -190,11 +190,11 @@ def test_compilation_counts_toward_the_timeout(client):
         ({"response_format": {"type": "xml"}}, "got 'xml'"),
         (
             {"response_format": {"type": "json_object", "schema": {}}},
-            "response_format.schema is not served",
+            "response_format.schema is not supported",
         ),
         (
             {"response_format": {"type": "text", "foo": 1}},
-            "response_format.foo is not served",
+            "response_format.foo is not supported",
         ),
         (
             {
@@ -203,7 +203,7 @@ def test_compilation_counts_toward_the_timeout(client):
                     "json_schema": {"schema": {}, "foo": 1},
                 }
             },
-            "response_format.json_schema.foo is not served",
+            "response_format.json_schema.foo is not supported",
         ),
         ({"response_format": {"type": "json_schema"}}, "an object with a schema"),
         ({"guided_json": "{"}, "is not JSON"),
@@ -211,11 +211,11 @@ def test_compilation_counts_toward_the_timeout(client):
         ({"guided_json": {"type": "thing"}}, "thing"),
         ({"guided_regex": "(?=a)b"}, "guided_regex: "),
         ({"guided_regex": "("}, "guided_regex: "),
-        ({"guided_choice": []}, "one at least"),
-        ({"structured_outputs": {"grammar": "x"}}, "grammar is not served"),
-        ({"structured_outputs": {}}, "takes one of"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one of"),
-        ({"guided_choice": ["a" * 70_000]}, "65536 are taken"),
+        ({"guided_choice": []}, "at least one string"),
+        ({"structured_outputs": {"grammar": "x"}}, "grammar is not supported"),
+        ({"structured_outputs": {}}, "exactly one of"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
+        ({"guided_choice": ["a" * 70_000]}, "limit of 65536"),
         ({"guided_regex": "[a-z]{1,50000}"}, "guided_regex: "),
     ],
 )

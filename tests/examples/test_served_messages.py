@@ -1,4 +1,4 @@
-"""`/v1/messages`, Anthropic's form of a chat: texts, tools, streams and counts."""
+"""`/v1/messages`, Anthropic's chat API: texts, tools, streams and token counts."""
 
 import json
 import urllib.request
@@ -33,7 +33,7 @@ BODY = {
 
 @pytest.fixture
 def say(post):
-    """Return a function that posts a body to the server."""
+    """Function that posts a body to the server."""
 
     def ask(path=PATH, **fields):
         return post(json.dumps({**BODY, **fields}).encode(), path)
@@ -43,7 +43,7 @@ def say(post):
 
 @pytest.fixture
 def stream(address):
-    """Tell the events of a stream."""
+    """Function that returns the events of a stream."""
 
     def ask(**fields):
         body = json.dumps({**BODY, **fields, "stream": True}).encode()
@@ -59,15 +59,15 @@ def stream(address):
     return ask
 
 
-def test_a_text_is_that_of_a_chat(say, continued):
+def test_a_text_equals_the_chat_completion(say, continued):
     expected = continued("The with", max_new_tokens=8)
-    status, said = say()
+    status, reply = say()
     assert status == 200
-    assert said["content"] == [{"type": "text", "text": expected.text}]
-    told = {"type": "message", "role": "assistant", "model": "pydoc"}
-    told |= {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert {name: said[name] for name in told} == told
-    usage = said["usage"]
+    assert reply["content"] == [{"type": "text", "text": expected.text}]
+    reported = {"type": "message", "role": "assistant", "model": "pydoc"}
+    reported |= {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert {name: reply[name] for name in reported} == reported
+    usage = reply["usage"]
     assert usage["output_tokens"] == 8
     count = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert say(f"{PATH}/count_tokens") == (200, {"input_tokens": count})
@@ -89,22 +89,22 @@ def test_message_streams_equal_whole_messages(say, stream):
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "clock"}])
-def test_calls_are_blocks(say, stream, choice):
+def test_tool_calls_are_content_blocks(say, stream, choice):
     single = {**choice, "disable_parallel_tool_use": True}
-    asked = dict(max_tokens=60, tools=[CLOCK], tool_choice=single)
-    status, whole = say(**asked)
+    fields = dict(max_tokens=60, tools=[CLOCK], tool_choice=single)
+    status, whole = say(**fields)
     assert status == 200, whole
     (call,) = whole["content"]
     assert call["type"] == "tool_use" and call["name"] == "clock"
     assert call["input"]["zone"] in ("a", "b") and whole["stop_reason"] == "tool_use"
-    events = stream(**asked)
+    events = stream(**fields)
     begun = [e for e in events if e["type"] == "content_block_start"]
     assert begun[0]["content_block"]["input"] == {}
     parts = [e["delta"] for e in events if e["type"] == "content_block_delta"]
     assert {part["type"] for part in parts} == {"input_json_delta"}
     given = json.loads("".join(part["partial_json"] for part in parts))
     assert given == call["input"]
-    # The call and its result are accepted again.
+    # The call and its result are accepted as input.
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "noon"}
     history = [
         *BODY["messages"],
@@ -115,38 +115,38 @@ def test_calls_are_blocks(say, stream, choice):
     assert status == 200 and again["content"]
 
 
-def test_a_call_that_is_cut_is_there(say):
-    asked = dict(tools=[CLOCK], tool_choice={"type": "any"})
+def test_a_truncated_call_is_returned(say):
+    fields = dict(tools=[CLOCK], tool_choice={"type": "any"})
     for most in range(6, 30, 4):
-        status, said = say(max_tokens=most, **asked)
-        assert status == 200 and said["content"]
-        assert said["stop_reason"] == "max_tokens"
+        status, reply = say(max_tokens=most, **fields)
+        assert status == 200 and reply["content"]
+        assert reply["stop_reason"] == "max_tokens"
 
 
-def test_a_stop_sequence_is_named(say, continued, stream):
+def test_a_stop_sequence_is_reported(say, continued, stream):
     text = continued("The with", max_new_tokens=8).text
     stop = text[4:7]
-    status, said = say(stop_sequences=["never", stop])
-    assert status == 200 and said["content"][0]["text"] == text.partition(stop)[0]
-    assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", stop)
+    status, reply = say(stop_sequences=["never", stop])
+    assert status == 200 and reply["content"][0]["text"] == text.partition(stop)[0]
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", stop)
     delta = stream(stop_sequences=["never", stop])[-2]["delta"]
     assert delta == {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
-def test_the_context_bounds_a_text(say):
-    """`max_tokens` is a bound that every client sends, often far above the context."""
-    status, said = say(max_tokens=32_000)
-    assert status == 200, said
-    assert said["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+def test_the_context_limits_a_message(say):
+    """Every client sends `max_tokens`, often far above the context."""
+    status, reply = say(max_tokens=32_000)
+    assert status == 200, reply
+    assert reply["stop_reason"] in ("model_context_window_exceeded", "end_turn")
     long = [{"role": "user", "content": "The " * 300}]
-    status, said = say(messages=long)
-    assert status == 400 and said["error"]["type"] == "invalid_request_error"
-    assert "the context is 96" in said["error"]["message"]
-    status, said = say(f"{PATH}/count_tokens", messages=long)
-    assert status == 200 and said["input_tokens"] > 96
+    status, reply = say(messages=long)
+    assert status == 400 and reply["error"]["type"] == "invalid_request_error"
+    assert "the context is 96" in reply["error"]["message"]
+    status, reply = say(f"{PATH}/count_tokens", messages=long)
+    assert status == 200 and reply["input_tokens"] > 96
 
 
-def test_cached_tokens_are_apart(say):
+def test_cached_tokens_are_reported_separately(say):
     body = dict(messages=[{"role": "user", "content": "Cached: " * 10}], max_tokens=1)
     first, second = (say(**body)[1]["usage"] for _ in range(2))
     total = first["input_tokens"] + first["cache_read_input_tokens"]
@@ -196,9 +196,9 @@ def test_blocks_become_messages(served):
     assert messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
     roles = [message["role"] for message in messages[1:]]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
-    said = messages[2]
-    assert said["content"] == "b" and said["reasoning_content"] == "hm"
-    calls = [call["function"]["arguments"] for call in said["tool_calls"]]
+    reply = messages[2]
+    assert reply["content"] == "b" and reply["reasoning_content"] == "hm"
+    calls = [call["function"]["arguments"] for call in reply["tool_calls"]]
     assert calls == ['{"p": 1}', "{}"]
     assert [message["content"] for message in messages[3:]] == ["c", "d", "e"]
     assert read_chat(served, read_message_body(body))
@@ -228,47 +228,47 @@ def test_message_fields_map_to_chat_fields():
 HOSTED = {"type": "web_search_20250305", "name": "web_search"}
 
 
-def test_tools_of_others_are_left_out_with_a_warning(say):
-    status, said = say(tools=[HOSTED, CLOCK], max_tokens=4)
+def test_unsupported_tools_are_dropped_with_a_warning(say):
+    status, reply = say(tools=[HOSTED, CLOCK], max_tokens=4)
     assert status == 200
-    assert any("web_search_20250305" in told for told in said["warnings"])
+    assert any("web_search_20250305" in reported for reported in reply["warnings"])
 
 
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"max_tokens": None}, "max_tokens must be a number"),
+        ({"max_tokens": None}, "max_tokens is required"),
         ({"max_tokens": 0}, "max_tokens must be from 1"),
-        ({"messages": []}, "a list of messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "user or assistant"),
+        ({"messages": []}, "a list of at least one message"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "user, assistant or system"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [3]}]}, "an object with a type"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "end with one of"),
-        ({"system": 3}, "system must be a text"),
-        ({"frobnicate": 1}, "no field"),
-        ({"container": "a"}, "container is not served"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not served"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "end with a user"),
+        ({"system": 3}, "system must be a string"),
+        ({"frobnicate": 1}, "not a field"),
+        ({"container": "a"}, "container is not supported"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"thinking": True}, "thinking must be an object"),
-        ({"thinking": {"type": "enabled", "x": 1}}, "thinking.x is not served"),
+        ({"thinking": {"type": "enabled", "x": 1}}, "thinking.x is not supported"),
         ({"tools": "a"}, "tools must be a list"),
-        ({"tools": [HOSTED], "tool_choice": {"type": "any"}}, "are not served"),
+        ({"tools": [HOSTED], "tool_choice": {"type": "any"}}, "are not supported"),
         ({"tool_choice": "auto"}, "of type auto, any, tool or none"),
         ({"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "x"}}, "'x'"),
-        ({"output_config": {"x": 1}}, "output_config.x is not served"),
+        ({"output_config": {"x": 1}}, "output_config.x is not supported"),
         ({"stop_sequences": [3]}, "stop must be"),
         ({"metadata": {"user_id": 3}}, "with a user_id"),
     ],
 )
 def test_errors_use_the_names_of_the_messages_api(say, fields, words):
-    status, said = say(**fields)
-    assert status == 400 and said["type"] == "error", said
-    assert said["error"]["type"] == "invalid_request_error"
-    assert words in said["error"]["message"]
+    status, reply = say(**fields)
+    assert status == 400 and reply["type"] == "error", reply
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert words in reply["error"]["message"]
 
 
 def test_another_model_is_not_found(say):
-    status, said = say(model="claude")
-    assert status == 404 and said["error"]["type"] == "not_found_error"
+    status, reply = say(model="claude")
+    assert status == 404 and reply["error"]["type"] == "not_found_error"
 
 
 def test_a_failed_message_stream_ends_with_the_error(stream, served, monkeypatch):
@@ -281,4 +281,4 @@ def test_a_failed_message_stream_ends_with_the_error(stream, served, monkeypatch
 
     monkeypatch.setattr(served.engine, "submit", submit_and_cancel)
     last = stream()[-1]
-    assert last["type"] == "error" and "going down" in last["error"]["message"]
+    assert last["type"] == "error" and "shutting down" in last["error"]["message"]

@@ -1,4 +1,4 @@
-"""`/v1/responses` with the real client: texts, calls and streams, nothing stored."""
+"""`/v1/responses` with the OpenAI client: texts, calls and streams, without storage."""
 
 import json
 import typing
@@ -37,7 +37,7 @@ class Answer(pydantic.BaseModel):
 
 def test_responses_equal_chat_completions(client, continued):
     expected = continued("The with", max_new_tokens=8)
-    asked = [
+    request = [
         {"input": "The with"},
         {"input": [{"role": "user", "content": "with"}], "instructions": "The "},
         {
@@ -51,7 +51,7 @@ def test_responses_equal_chat_completions(client, continued):
             ]
         },
     ]
-    for each in asked:
+    for each in request:
         found = client.responses.create(max_output_tokens=8, **each, **GREEDY)
         assert found.output_text == expected.text
         assert found.status == "incomplete"
@@ -63,10 +63,10 @@ def test_responses_equal_chat_completions(client, continued):
 
 
 def test_response_streams_equal_whole_responses(client):
-    asked = dict(input="The with", max_output_tokens=80, **GREEDY)
-    whole = client.responses.create(**asked)
+    request = dict(input="The with", max_output_tokens=80, **GREEDY)
+    whole = client.responses.create(**request)
     kinds, text = [], ""
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request) as stream:
         for event in stream:
             kinds.append(event.type)
             if event.type == "response.output_text.delta":
@@ -87,12 +87,13 @@ def test_response_streams_equal_whole_responses(client):
     ]
     assert kinds.count("response.output_text.delta") > 1
     numbers = [
-        event.sequence_number for event in client.responses.create(stream=True, **asked)
+        event.sequence_number
+        for event in client.responses.create(stream=True, **request)
     ]
     assert numbers == list(range(len(numbers)))
 
 
-def test_the_real_client_parses_answers_into_its_types(client):
+def test_the_openai_client_parses_answers_into_its_types(client):
     found = client.responses.parse(
         input="The with", max_output_tokens=24, text_format=Answer, model="pydoc"
     )
@@ -104,17 +105,17 @@ def test_the_real_client_parses_answers_into_its_types(client):
         top_logprobs=2,
         **GREEDY,
     )
-    told = found.output[0].content[0].logprobs
-    assert "".join(each.token for each in told) == found.output_text
-    assert [len(each.top_logprobs) for each in told] == [2] * 6
+    reported = found.output[0].content[0].logprobs
+    assert "".join(each.token for each in reported) == found.output_text
+    assert [len(each.top_logprobs) for each in reported] == [2] * 6
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "clock"}])
-def test_calls_are_items(client, choice):
-    asked = dict(input="The with", tools=[CLOCK], tool_choice=choice, seed=1)
-    asked |= {"max_output_tokens": 60, "model": "pydoc", "parallel_tool_calls": False}
-    seed = {"extra_body": {"seed": asked.pop("seed")}}
-    whole = client.responses.create(**asked, **seed)
+def test_tool_calls_are_output_items(client, choice):
+    request = dict(input="The with", tools=[CLOCK], tool_choice=choice, seed=1)
+    request |= {"max_output_tokens": 60, "model": "pydoc", "parallel_tool_calls": False}
+    seed = {"extra_body": {"seed": request.pop("seed")}}
+    whole = client.responses.create(**request, **seed)
     (call,) = whole.output
     assert (call.type, call.name, call.status) == (
         "function_call",
@@ -122,11 +123,11 @@ def test_calls_are_items(client, choice):
         "completed",
     )
     assert json.loads(call.arguments)["zone"] in ("a", "b")
-    events = list(client.responses.create(stream=True, **asked, **seed))
+    events = list(client.responses.create(stream=True, **request, **seed))
     pieces = [e for e in events if e.type == "response.function_call_arguments.delta"]
     assert "".join(e.delta for e in pieces) == call.arguments
     assert events[-1].response.output[0].arguments == call.arguments
-    # The call and its result are accepted again.
+    # The call and its result are accepted as input.
     history = [
         {"role": "user", "content": "The with"},
         *[item.model_dump(exclude_none=True) for item in whole.output],
@@ -137,7 +138,7 @@ def test_calls_are_items(client, choice):
 
 
 def test_items_become_messages(served, tmp_path):
-    """A call belongs to the message before it, thoughts to the next one."""
+    """A call belongs to the previous message, reasoning to the next one."""
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     items = [
         {"role": "user", "content": "a"},
@@ -157,9 +158,9 @@ def test_items_become_messages(served, tmp_path):
     chat = reading.read_response({"input": items})
     roles = [message["role"] for message in chat["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
-    said = chat["messages"][1]
-    assert [each["id"] for each in said["tool_calls"]] == ["1", "2"]
-    assert said["reasoning_content"] == "hm"
+    reply = chat["messages"][1]
+    assert [each["id"] for each in reply["tool_calls"]] == ["1", "2"]
+    assert reply["reasoning_content"] == "hm"
     template = (
         "{% for m in messages %}{{ m.content or '' }}{{ m.reasoning_content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
@@ -170,12 +171,12 @@ def test_items_become_messages(served, tmp_path):
     assert served.tokenizer.decode(tokens) == "abhmffcf"
 
 
-def test_every_field_of_the_real_client_is_served_or_refused():
+def test_every_field_of_the_openai_client_is_served_or_refused():
     params = response_create_params.ResponseCreateParamsBase
     names = set(typing.get_type_hints(params))
     assert names <= reading.SERVED | set(reading.REFUSED)
     assert not reading.SERVED & set(reading.REFUSED)
-    # Fields that chats refuse are not handed on to them.
+    # Fields that chats refuse are not forwarded to them.
     both = reading.SERVED & set(fields.REFUSED) - fields.SERVED_OF_CHATS
     assert not both, both
 
@@ -183,14 +184,14 @@ def test_every_field_of_the_real_client_is_served_or_refused():
 @pytest.mark.parametrize(
     "body, param, words",
     [
-        ({}, "input", "a text or a list"),
+        ({}, "input", "a string or a list"),
         ({"input": [3]}, "input", "an object"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input", "not served"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input", "not supported"),
         ({"input": [{"type": "hologram", "id": "1"}]}, "input", "'hologram' is not"),
         ({"input": [{"role": "user", "content": 3}]}, "input", "content must be"),
         ({"input": "a", "previous_response_id": "1"}, "previous_response_id", "stored"),
         ({"input": "a", "background": True}, "background", "stored"),
-        ({"input": "a", "frobnicate": 1}, "frobnicate", "no field"),
+        ({"input": "a", "frobnicate": 1}, "frobnicate", "not a field"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "from 1"),
         (
             {
@@ -199,31 +200,31 @@ def test_every_field_of_the_real_client_is_served_or_refused():
                 "tool_choice": "required",
             },
             "tools",
-            "'web_search' are not served",
+            "'web_search' are not supported",
         ),
         (
             {"input": "a", "tools": [CLOCK], "tool_choice": {"type": "web_search"}},
             "tool_choice",
-            "functions and custom tools are",
+            "use functions and custom tools",
         ),
         ({"input": "a", "tools": [3]}, "tools", "an object with a type"),
         ({"input": "a", "reasoning": {"depth": 3}}, "reasoning", "reasoning.depth"),
-        ({"input": "a", "text": {"style": "x"}}, "text", "text.style is not served"),
+        ({"input": "a", "text": {"style": "x"}}, "text", "text.style is not supported"),
         ({"input": "a", "text": {"verbosity": "x"}}, "text", "low, medium or high"),
         (
             {"input": "a", "text": {"format": {"type": "json_object", "schema": {}}}},
             "text",
-            "schema is not served",
+            "schema is not supported",
         ),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text", "json_schema"),
-        ({"input": "a", "include": ["file_search"]}, "include", "include takes"),
-        ({"input": "a", "instructions": 1}, "instructions", "must be a text"),
+        ({"input": "a", "include": ["file_search"]}, "include", "include must list"),
+        ({"input": "a", "instructions": 1}, "instructions", "must be a string"),
     ],
 )
 def test_unsupported_response_fields_are_refused_by_name(post, body, param, words):
-    status, said = post(json.dumps(body).encode(), "/v1/responses")
-    assert status == 400 and said["error"]["param"] == param, said
-    assert words in said["error"]["message"]
+    status, reply = post(json.dumps(body).encode(), "/v1/responses")
+    assert status == 400 and reply["error"]["param"] == param, reply
+    assert words in reply["error"]["message"]
 
 
 def test_neutral_response_fields_are_accepted(client, continued):
@@ -246,29 +247,31 @@ def test_neutral_response_fields_are_accepted(client, continued):
 def test_reported_values_are_the_used_ones(post):
     body = {"input": "The", "top_p": None, "max_output_tokens": 4}
     body |= {"tools": [{"type": "web_search"}, CLOCK], "truncation": "auto"}
-    status, said = post(json.dumps(body).encode(), "/v1/responses")
-    assert status == 200, said
+    status, reply = post(json.dumps(body).encode(), "/v1/responses")
+    assert status == 200, reply
     used = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": 4, "tools": [CLOCK]}
     used |= {"truncation": "disabled", "store": False, "tool_choice": "auto"}
-    assert {name: said[name] for name in used} == used
-    assert any("web_search" in each for each in said["warnings"])
+    assert {name: reply[name] for name in used} == used
+    assert any("web_search" in each for each in reply["warnings"])
     body = {"input": "The", "temperature": 0, "text": {"verbosity": "low"}}
-    status, said = post(json.dumps(body).encode(), "/v1/responses")
-    assert said["temperature"] == 0 and said["max_output_tokens"] == 64
-    assert said["warnings"] == ["text.verbosity is not served: ask for it in the input"]
+    status, reply = post(json.dumps(body).encode(), "/v1/responses")
+    assert reply["temperature"] == 0 and reply["max_output_tokens"] == 64
+    assert reply["warnings"] == [
+        "text.verbosity has no effect: ask for it in the input"
+    ]
 
 
-def test_tokens_of_an_input_are_counted(client, served):
-    for asked in ({"input": "The with"}, {"input": "The with", "instructions": "Go"}):
-        count = client.responses.input_tokens.count(model="pydoc", **asked)
-        used = client.responses.create(max_output_tokens=1, **asked, **GREEDY).usage
+def test_input_tokens_are_counted(client, served):
+    for request in ({"input": "The with"}, {"input": "The with", "instructions": "Go"}):
+        count = client.responses.input_tokens.count(model="pydoc", **request)
+        used = client.responses.create(max_output_tokens=1, **request, **GREEDY).usage
         assert count.input_tokens == used.input_tokens > 0
     # Also for a prompt longer than the context.
     long = client.responses.input_tokens.count(model="pydoc", input="The " * 150)
     assert long.input_tokens > served.context
 
 
-# The items and tools of an agent's command line.
+# Items and tools of a coding agent.
 PATCH = {
     "type": "custom",
     "name": "apply_patch",
@@ -284,12 +287,12 @@ COMPUTER = {
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_custom_tool_is_called_with_a_text(client, is_streamed):
-    asked = dict(input="The with", tools=[PATCH], tool_choice="required")
-    asked |= dict(max_output_tokens=60, model="pydoc", temperature=1.0)
-    asked |= dict(parallel_tool_calls=False, extra_body={"seed": 2})
+def test_a_custom_tool_is_called_with_a_string(client, is_streamed):
+    request = dict(input="The with", tools=[PATCH], tool_choice="required")
+    request |= dict(max_output_tokens=60, model="pydoc", temperature=1.0)
+    request |= dict(parallel_tool_calls=False, extra_body={"seed": 2})
     if is_streamed:
-        events = list(client.responses.create(stream=True, **asked))
+        events = list(client.responses.create(stream=True, **request))
         pieces = [
             e for e in events if e.type == "response.custom_tool_call_input.delta"
         ]
@@ -297,7 +300,7 @@ def test_a_custom_tool_is_called_with_a_text(client, is_streamed):
         assert "".join(e.delta for e in pieces) == found.output[0].input
         assert any(e.type == "response.custom_tool_call_input.done" for e in events)
     else:
-        found = client.responses.create(**asked)
+        found = client.responses.create(**request)
     (call,) = found.output
     assert (call.type, call.name) == ("custom_tool_call", "apply_patch")
     assert isinstance(call.input, str)
@@ -320,12 +323,12 @@ def test_a_custom_tool_is_called_with_a_text(client, is_streamed):
         ('{"inp', ""),
     ],
 )
-def test_the_input_of_a_custom_tool_may_be_cut(arguments, text):
+def test_the_input_of_a_custom_tool_may_be_truncated(arguments, text):
     assert read_custom_input(arguments) == text
 
 
 def test_tools_of_a_namespace_keep_their_names(client):
-    """The client gets the name and the namespace apart."""
+    """The client receives name and namespace separately."""
     choice = {"type": "function", "name": "click", "namespace": "computer"}
     for tool_choice, tools in ((choice, [CLOCK, COMPUTER]), ("required", [COMPUTER])):
         found = client.responses.create(
@@ -395,7 +398,7 @@ def test_items_of_other_tools_are_read_or_skipped():
 
 
 def test_a_failed_response_stream_ends_with_the_error(client, served, monkeypatch):
-    """As when the server goes down: the text is cancelled."""
+    """The request is cancelled, as in a shutdown."""
     submit = served.engine.submit
 
     def submit_and_cancel(ask):
@@ -406,4 +409,4 @@ def test_a_failed_response_stream_ends_with_the_error(client, served, monkeypatc
     monkeypatch.setattr(served.engine, "submit", submit_and_cancel)
     *_, last = client.responses.create(input="The with", stream=True, **GREEDY)
     assert last.type == "response.failed" and last.response.status == "failed"
-    assert last.response.error.message == "the server is going down"
+    assert last.response.error.message == "the server is shutting down"

@@ -1,4 +1,4 @@
-"""`serve_http.py --roll`: texts longer than the context, and the tokens dropped."""
+"""`serve_http.py --roll`: completions longer than the context, and dropped tokens."""
 
 import json
 import urllib.request
@@ -16,7 +16,7 @@ def rolling(tmp_path_factory):
     for name in ("tokenizers", "starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(name)
     from served.api import make_app
-    from support.http_server import load_served, start_server
+    from support.serving.http_server import load_served, start_server
 
     served = load_served(tmp_path_factory.mktemp("models") / "pydoc", SIZES)
     server, thread, address = start_server(make_app(served))
@@ -36,7 +36,7 @@ def complete(address, prompt, num_new):
         return json.load(reply)
 
 
-def test_a_text_is_longer_than_the_context(rolling):
+def test_a_completion_exceeds_the_context(rolling):
     served, address = rolling
     prompt = "The with statement"
     whole = complete(address, prompt, 60)

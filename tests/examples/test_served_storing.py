@@ -1,4 +1,4 @@
-"""A server's cached blocks outlive it, in a folder that the next start finds."""
+"""A server's cached blocks are stored in a folder that the next start reads."""
 
 import argparse
 
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 from served import loading, renewing, storing
-from support.http_server import SIZES
+from support.serving.http_server import SIZES
 
 pytestmark = [pytest.mark.one_end, pytest.mark.slow]
 
@@ -25,16 +25,16 @@ def load(folder, *more):
 
 def test_a_restart_restores_stored_blocks(tmp_path, capsys):
     prompts = np.random.default_rng(0).integers(9, 3000, (6, 60)).tolist()
-    served, texts = load(tmp_path), []
+    served, completions = load(tmp_path), []
     assert served.store.version == storing.find_version(loading.BUNDLED)
-    for prompt in prompts:  # of three blocks and a part: the pool has twelve
+    for prompt in prompts:  # three blocks and a part each; the pool has twelve
         (found,) = served.engine.generate([prompt], max_new_tokens=3)
-        texts.append(found.tokens)
+        completions.append(found.tokens)
     served.engine.close()
     served.end()
     assert "of blocks go to the folder" in capsys.readouterr().out
     served = load(tmp_path)
-    for prompt, tokens in zip(prompts, texts, strict=True):
+    for prompt, tokens in zip(prompts, completions, strict=True):
         (found,) = served.engine.generate([prompt], max_new_tokens=3)
         assert found.tokens == tokens
     stats = served.engine.stats()
@@ -43,7 +43,7 @@ def test_a_restart_restores_stored_blocks(tmp_path, capsys):
 
 
 def copy_model(path, **changes):
-    """The bundled model, with a file's bytes changed by name."""
+    """Copy the bundled model, with the given files' bytes changed."""
     path.mkdir()
     for each in loading.BUNDLED.iterdir():
         change = changes.get(each.name.replace(".", "_"), bytes)
@@ -67,8 +67,8 @@ def test_a_folder_of_other_weights_is_refused(tmp_path):
         load(tmp_path / "kept", "--model", str(model))
 
 
-def test_a_version_changes_with_weights_and_configuration_alone(tmp_path):
-    """Wherever a file of weights differs, not at its ends alone."""
+def test_the_version_depends_only_on_weights_and_configuration(tmp_path):
+    """Wherever a weights file differs, not only at its ends."""
     own = storing.find_version(loading.BUNDLED)
     assert storing.find_version(copy_model(tmp_path / "same")) == own
     tokenizer = copy_model(tmp_path / "tokenizer", README_md=flip(0.5))
@@ -85,7 +85,7 @@ def test_a_version_changes_with_weights_and_configuration_alone(tmp_path):
 
 
 def test_reloaded_weights_share_no_blocks_with_older_ones(tmp_path):
-    """Nor do two servers of one folder, if one has read its weights anew."""
+    """The same for two servers of one folder, one of which reloads its weights."""
     model = copy_model(tmp_path / "model")
     words = tmp_path / "kept", "--model", str(model)
     first, second = load(*words), load(*words)
@@ -102,13 +102,13 @@ def test_reloaded_weights_share_no_blocks_with_older_ones(tmp_path):
     first.end()
     (again,) = second.engine.generate([prompt], max_new_tokens=3)
     assert again.tokens == before.tokens  # of the old weights
-    third = load(*words)  # the next start finds the blocks of the first
+    third = load(*words)  # the next start finds the first one's blocks
     (again,) = third.engine.generate([prompt], max_new_tokens=3)
     assert again.tokens == found.tokens and again.cached_tokens == 48
 
 
 def change_numbers(data):
-    """Turn the sign of the second half of a file's numbers."""
+    """Flip the sign of the second half of a file's numbers."""
     half = len(data) // 4 * 2
     numbers = np.frombuffer(data[half:], np.uint8).copy()
     numbers[1::2] ^= 0x80

@@ -1,6 +1,6 @@
-"""Images and prefix-LM prompts: logits and greedy tokens equal to transformers.
+"""Images and prefix-LM prompts: logits and greedy tokens equal transformers'.
 
-Random tiny models, with images as given rows in place of embeddings.
+Random tiny models, with given rows as image embeddings.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 from support.jax_versions import further
 from test_pretrained_parity import HAS_TRANSFORMERS
 
@@ -27,14 +27,14 @@ NEW, LENGTH = 6, 20
 
 @dataclasses.dataclass
 class Case:
-    """A family: its text's checkpoint, and how its class marks tokens."""
+    """A model family: its text checkpoint, and how its class marks tokens."""
 
-    text: str  # name of a checkpoint of `fixtures`
-    family: str  # of classes in transformers
-    mark: str  # argument with a number for each token
-    images: list[range]  # rows that are given
+    text: str  # a checkpoint of `fixtures`
+    family: str  # of class names in transformers
+    mark: str  # argument with a number per token
+    images: list[range]  # rows given as embeddings
     spans: list[range]  # rows that attend to each other
-    numbers: tuple[int, int] = (0, 1)  # of tokens outside of and in a span
+    numbers: tuple[int, int] = (0, 1)  # of tokens outside and inside a span
     vision: dict[str, Any] = dataclasses.field(default_factory=dict)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     text_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class Case:
 TWO_IMAGES = [range(2, 6), range(9, 13)]
 PREFIX = [range(14)]
 GEMMA4_VISION = dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16)
-# Of its small vocabulary; no token of the prompt is one of them.
+# Ids within its small vocabulary that no prompt contains.
 GEMMA4_IDS = dict(image_token_id=125, video_token_id=126, audio_token_id=127)
 CASES = {
     "gemma3": Case("gemma3", "Gemma3", "token_type_ids", TWO_IMAGES, TWO_IMAGES),
@@ -90,7 +90,7 @@ CASES = {
 
 
 def make_folder(case: Case, folder) -> Any:
-    """Write a random checkpoint that also sees; return its model in float32."""
+    """Write a random vision-language checkpoint; return its model in float32."""
     import torch
     import transformers
 
@@ -117,7 +117,7 @@ def make_folder(case: Case, folder) -> Any:
 
 
 def run_transformers(case: Case, model, tokens, given) -> np.ndarray:
-    """The logits of a whole sequence, f32[n, V]."""
+    """Return the logits of a whole sequence, f32[n, V]."""
     import torch
 
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -131,7 +131,7 @@ def run_transformers(case: Case, model, tokens, given) -> np.ndarray:
     more = {}
     text = model.config.get_text_config()
     if getattr(text, "hidden_size_per_layer_input", None):
-        # As the class computes images: it replaces their ids by padding.
+        # As the class does for images: ids are replaced by padding.
         language_model = model.model.language_model
         padded = ids.masked_fill(is_given, 0)
         embedded = model.get_input_embeddings()(padded)

@@ -1,4 +1,4 @@
-"""The tree search of the examples, beside one in plain Python, and its cost."""
+"""The tree search example, compared with plain Python, and its cost."""
 
 import functools
 import re
@@ -11,10 +11,10 @@ import pytest
 import tree_search
 from searching.puzzle import Puzzle, read_vocabulary
 from searching.search import Settings, Writer, search
-from support import plain_tree_search
-from support.cloned_texts import ClonedTexts, dense_step, read_weights
+from support.decoding import plain_tree_search
+from support.decoding.cloned_sequences import ClonedSequences, dense_step, read_weights
 from support.jax_versions import with_further
-from support.small_attention_model import (
+from support.models.small_attention_model import (
     VOCABULARY,
     attention_model,
     attention_params,
@@ -42,7 +42,7 @@ CONFIG = jkv.CacheConfig(
 
 @functools.cache
 def make_puzzle():
-    """Tokens of one to four characters; some are in no sentence."""
+    """Return a puzzle with tokens of one to four characters, some not allowed."""
     rng = np.random.default_rng(5)
     return Puzzle(
         widths=np.arange(6, 6 + LINES, dtype=np.int32),
@@ -55,7 +55,7 @@ def make_puzzle():
 
 @pytest.fixture(scope="module")
 def solved():
-    """The example's solutions of 32 puzzles, written by the small model."""
+    """The example's solutions of 32 puzzles with the small model."""
     return tree_search.solve(
         attention_model,
         attention_params(),
@@ -67,25 +67,25 @@ def solved():
 
 
 @functools.cache
-def last_logits(*text):
-    return dense_rows(jax.device_get(attention_params()), np.array(text))[-1]
+def last_logits(*sequence):
+    return dense_rows(jax.device_get(attention_params()), np.array(sequence))[-1]
 
 
 def search_plainly(line):
-    """The same of one puzzle in plain Python: visits by line, the best line, when."""
+    """Solve one puzzle in plain Python: visits by line, the best line, its time."""
     puzzle = make_puzzle()._asdict()
     width, full_stop = int(puzzle.pop("widths")[line]), int(puzzle.pop("full_stop"))
     rules = plain_tree_search.Rules(
         width=width, full_stop=full_stop, **puzzle, **SETTINGS._asdict()
     )
     root, *rest = plain_tree_search.search(
-        lambda text: last_logits(*text), PROMPT, rules
+        lambda sequence: last_logits(*sequence), PROMPT, rules
     )
     return plain_tree_search.count_visits(root), *rest
 
 
 def read_visits(tree, line):
-    """Return how often each line was visited, by its tokens."""
+    """Return the number of visits of each line, by its tokens."""
     tokens, lengths = tree.lines.tokens[line], tree.lines.num_tokens[line]
     nodes = np.flatnonzero(tree.visits[line])
     return {
@@ -110,7 +110,7 @@ def test_visits_equal_a_search_without_a_cache(solved, line):
     assert found.first[line] == first
 
 
-def test_search_fits_lines_that_greedy_text_does_not(solved):
+def test_search_fits_lines_that_greedy_decoding_does_not(solved):
     _, tree, found = jax.device_get(solved)
     assert len({tuple(visits) for visits in tree.visits[[*CHOSEN]]}) == len(CHOSEN)
     greedy, searched = (found.first == 1).sum(), (found.first > 0).sum()
@@ -122,17 +122,17 @@ def test_search_fits_lines_that_greedy_text_does_not(solved):
     assert set(last) == {11}
 
 
-def test_nodes_share_blocks_and_all_are_given_back(solved):
-    texts = solved[0]
-    assert 4 * texts.peak_blocks <= texts.unshared_peak_blocks
-    jkv.check(texts.cache)
-    stats = jkv.stats(texts.cache)
-    assert int(jkv.num_free_blocks(texts.cache)) == CONFIG.num_blocks
+def test_nodes_share_blocks_and_all_are_released(solved):
+    sequences = solved[0]
+    assert 4 * sequences.peak_blocks <= sequences.unshared_peak_blocks
+    jkv.check(sequences.cache)
+    stats = jkv.stats(sequences.cache)
+    assert int(jkv.num_free_blocks(sequences.cache)) == CONFIG.num_blocks
     assert not any(stats.refusals.values())
 
 
-def test_a_full_stop_stands_in_its_column_behind_a_word():
-    """Tokens: 0 "by", 1 " a", 2 "." and 3, which no sentence has; two lines."""
+def test_a_full_stop_follows_a_word_in_the_last_column():
+    """Tokens: 0 "by", 1 " a", 2 "." and 3, which is not allowed; two lines."""
     puzzle = Puzzle(
         widths=jnp.array([5, 6]),
         sizes=jnp.array([2, 2, 1, 1]),
@@ -173,8 +173,8 @@ def test_the_script_shows_lines_and_blocks(run_here):
     for width, line, likely, first in rows:
         assert len(line) == int(width) and line.endswith(".")
         assert 0 < float(likely) < 1 and 1 <= int(first) <= 6
-    said = re.search(r"greedy text fits (\d) of 4 lines, search (\d)", output)
-    assert int(said[1]) <= int(said[2]) == len(rows)
+    counts = re.search(r"greedy text fits (\d) of 4 lines, search (\d)", output)
+    assert int(counts[1]) <= int(counts[2]) == len(rows)
     assert "24 simulations of 4 trees" in output
     shared, alone = re.search(r"(\d+) blocks of .* peak, (\d+) if", output).groups()
     assert 3 * int(shared) <= int(alone)
@@ -184,7 +184,7 @@ def test_the_script_shows_lines_and_blocks(run_here):
 
 @pytest.mark.further
 def test_bundled_model_visits_equal_cloned_caches():
-    """With a model of its own, in plain JAX, on dense keys that each branch copies."""
+    """Compared with the bundled model in plain JAX, on dense keys copied per branch."""
     tokenizer = pretrained.load_tokenizer(tree_search.BUNDLED)
     prompt = np.array(tokenizer.encode(tree_search.PROMPT).ids, np.int32)
     widths = np.arange(24, 24 + LINES, dtype=np.int32)
@@ -200,16 +200,16 @@ def test_bundled_model_visits_equal_cloned_caches():
 
     @jax.jit
     def solve(weights, prompt, puzzle):
-        texts, seq_ids, logits = ClonedTexts.open(
+        sequences, seq_ids, logits = ClonedSequences.open(
             dense_step,
             weights,
             prompt,
-            num_texts=LINES * 65 + 1,
+            num_sequences=LINES * 65 + 1,
             max_length=prompt.shape[0] + settings.max_tokens,
             count=LINES,
         )
         writer = Writer(dense_step, weights, puzzle, settings)
-        return search(writer, texts, seq_ids, logits)
+        return search(writer, sequences, seq_ids, logits)
 
     cloned = solve(read_weights(), prompt, puzzle)
     for name in ("visits", "children"):

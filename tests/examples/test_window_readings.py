@@ -1,4 +1,4 @@
-"""Windows, and rotations of their layers, read as the configuration classes do."""
+"""Windows and RoPE by layer are read like transformers' configuration classes."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pretrained
 import pytest
 from pretrained.rope import frequencies
-from support import checkpoint_fixtures as fixtures
+from support.checkpoints import checkpoint_fixtures as fixtures
 
 from jkv.config.families import FAMILIES
 from jkv.config.layer_kinds import is_switched_off
@@ -24,8 +24,8 @@ WITH_WINDOWS = [
 
 
 @pytest.mark.parametrize("model_type", WITH_WINDOWS)
-def test_a_window_is_switched_off_where_the_class_has_a_switch(model_type):
-    """In the files of all others the key is one that nobody reads."""
+def test_a_window_is_disabled_only_if_the_class_has_a_switch(model_type):
+    """Other classes ignore the key."""
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     parts = transformers.CONFIG_MAPPING[model_type].__mro__
@@ -35,7 +35,7 @@ def test_a_window_is_switched_off_where_the_class_has_a_switch(model_type):
 
 
 def with_switch(name, folder):
-    """A checkpoint with windows that look switched off."""
+    """Copy a checkpoint with windows and a key that seems to disable them."""
     shutil.copytree(fixtures.FIXTURES / name, folder)
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -48,8 +48,8 @@ WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "cohere2", "olmo3"
 
 
 @pytest.mark.parametrize("name", (*WINDOWED, "exaone4", "mixtral"))
-def test_a_key_that_is_not_the_architectures_changes_nothing(name, tmp_path):
-    """Neither the settings read here, nor the logits of transformers."""
+def test_a_key_of_another_architecture_has_no_effect(name, tmp_path):
+    """Neither on the parsed settings nor on the logits of transformers."""
     torch = pytest.importorskip("torch")
     folder = with_switch(name, tmp_path / name)
     config = pretrained.read_config(folder)
@@ -66,7 +66,7 @@ def test_a_key_that_is_not_the_architectures_changes_nothing(name, tmp_path):
     np.testing.assert_allclose(logits, expected["prefill"][:end], atol=2e-4, rtol=0)
 
 
-def test_qwens_switch_is_read():
+def test_qwens_window_switch_is_read():
     folder = fixtures.FIXTURES / "qwen3"
     settings = json.loads((folder / "config.json").read_text())
     settings |= dict(sliding_window=8, max_window_layers=0, layer_types=None)
@@ -102,8 +102,8 @@ KINDS = dict(
     ],
 )
 @pytest.mark.parametrize("name", ["olmo3", "gemma3"])
-def test_layers_turn_by_the_bases_of_transformers(name, rope):
-    """Flat rope_parameters say nothing of layers that are turned in two ways."""
+def test_rope_bases_by_layer_equal_transformers(name, rope):
+    """Flat rope_parameters do not apply to layers of two kinds."""
     settings = json.loads((fixtures.FIXTURES / name / "config.json").read_text())
     for key in (
         "rope_theta",

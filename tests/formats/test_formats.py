@@ -1,8 +1,7 @@
-"""A format that nothing knows but one table: packed, with several scales in a row.
+"""A format known only to one table: packed, with several scales per row.
 
-It takes the place of int4: two numbers in a byte, and a scale for eight of them; the
-numbers are multiplied by it before attention has them, as there is no factor for a
-whole token.
+It replaces int4: two numbers per byte, and a scale for eight of them. Numbers are
+multiplied by the scale before attention, as there is no factor for a whole token.
 """
 
 import dataclasses
@@ -18,8 +17,7 @@ from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.attention.backend import DEFAULT, DeviceType
-from jkv.attention.call import Call, Pools, Requests
+from jkv.attention.backend import DEFAULT, Call, DeviceType, Pools, Requests
 from jkv.attention.reference import Reference
 from jkv.attention.xla.interface import SideBySide, Xla
 from jkv.formats.format import Element, Format, Formats, name_parts
@@ -31,7 +29,7 @@ GROUP = 8
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Format):
-    """Numbers from -7 to 7, the second of two in the upper half of a byte."""
+    """Numbers from -7 to 7, the second of each pair in the upper half of a byte."""
 
     is_quantized: ClassVar[bool] = True
     stored_as = np.dtype(np.uint8)
@@ -68,7 +66,7 @@ BYTES, FLOATS = FORMATS[np.dtype(jnp.int8)], FORMATS[np.dtype(jnp.float32)]
 
 
 def make_call(of_keys, of_values, keys, values):
-    """Three requests of several rows and one, over rows that formats have stored."""
+    """Return three requests of one or several rows, over rows stored in the formats."""
     arrays = name_parts("key", of_keys.put(of_keys.prepare(keys)))
     if values is not None:
         arrays |= name_parts("value", of_values.put(of_values.prepare(values)))
@@ -110,7 +108,7 @@ KINDS = {
 @pytest.mark.one_end
 @pytest.mark.parametrize("kind", few(KINDS, "packed values", "latent"))
 def test_attention_reads_the_stored_encoding(kind):
-    """Keys and values in formats of their own, beside floats of the same numbers."""
+    """Keys and values in different formats equal floats of the same numbers."""
     of_keys, of_values = KINDS[kind]
     device = DeviceType(DEFAULT, None)
 
@@ -137,8 +135,8 @@ def test_attention_reads_the_stored_encoding(kind):
 
 
 @pytest.mark.one_end
-def test_a_cache_takes_a_format_of_the_table(monkeypatch, tmp_path):
-    """Written, attended to, forked, read, saved and loaded: nothing else knows it."""
+def test_a_cache_uses_a_format_of_the_table(monkeypatch, tmp_path):
+    """Written, attended to, forked, read, saved and loaded without other changes."""
     monkeypatch.setitem(FORMATS, FOUR_BITS, PACKED)
     sizes = dict(num_kv_heads=2, head_dim=32, value_head_dim=16)
     config = small_config(dtype=FOUR_BITS, **sizes)

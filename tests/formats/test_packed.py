@@ -1,4 +1,4 @@
-"""int4: rows are rotated and rounded; attention equals that over the decoded rows."""
+"""int4: rows are rotated and rounded; attention equals that over decoded rows."""
 
 import dataclasses
 import functools
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import few, with_further
+from support.models.small_attention_model import attention_model, attention_params
 from support.paths import ROOT
-from support.small_attention_model import attention_model, attention_params
 from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
@@ -29,19 +29,19 @@ def draw(*shape, seed=0):
 
 
 def error_of(found, rows):
-    """Mean square error, by the mean square."""
+    """Return the mean squared error, relative to the mean square."""
     return float(np.mean((np.asarray(found) - rows) ** 2) / np.mean(rows**2))
 
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("width", few(WIDTHS, 6, 64))
-def test_turning_keeps_products_and_is_undone(width):
+def test_rotation_keeps_products_and_is_invertible(width):
     rows, others = draw(2, 5, width)
     rotated, again = (np.asarray(jax.jit(INT4.rotate)(each)) for each in (rows, others))
     np.testing.assert_allclose((rotated * again).sum(-1), (rows * others).sum(-1), 1e-4)
     np.testing.assert_allclose(jax.jit(INT4.rotate_back)(rotated), rows, atol=1e-5)
     assert np.abs(rotated - rows).max() > 0.5
-    # The common part of all elements is spread over a block, as one element is.
+    # Both a constant row and a single element are spread over the block.
     for one in (np.ones(width), np.eye(width)[0]):
         alike = np.asarray(jax.jit(INT4.rotate)(np.float32(one)[None]))
         block = width & -width
@@ -51,21 +51,22 @@ def test_turning_keeps_products_and_is_undone(width):
 @pytest.mark.one_end
 def test_stored_bytes_by_hand():
     """Files depend on it: steps, the order in a byte, signs and transform."""
-    # Of a row (8, 0, 0, 0): each of four elements 4, the largest, 15.
+    # A row (8, 0, 0, 0) is rotated to four elements of 4, the largest: 15.
     stored = store(np.float32([[8, 0, 0, 0]]))
     np.testing.assert_array_equal(stored["pool"], [[0xFF, 0xFF]])
-    # Of (4, 0, 4, 0): 4, 4, 0, 0; zero is between two steps and takes the upper one.
+    # (4, 0, 4, 0) becomes 4, 4, 0, 0; zero is between two steps and takes the upper
+    # one.
     stored = store(np.float32([[4, 0, 4, 0]]))
     np.testing.assert_array_equal(stored["pool"], [[0x8F, 0x8F]])
-    # The fourth sign is the other one: its column of the transform, negative.
+    # The fourth sign is negative: its column of the transform is negated.
     stored = store(np.float32([[0, 0, 0, 8]]))
     np.testing.assert_array_equal(stored["pool"], [[0xF0, 0x0F]])
 
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("width", [64, 32])
-def test_parts_of_a_row_are_bits_of_units(width):
-    """Four in the two bytes of a unit where 64 divides the width, else two in one."""
+def test_parts_of_a_row_are_bit_fields_of_units(width):
+    """Four in two bytes if 64 divides the width, else two in one."""
     rotated = jnp.asarray(draw(1, width))
     stored = jax.jit(INT4.put)(rotated)
     unit, parts = (np.uint16, 4) if width == 64 else (np.uint8, 2)
@@ -81,7 +82,7 @@ def test_parts_of_a_row_are_bits_of_units(width):
 
 @pytest.mark.one_end
 def test_int4_errors_are_near_a_16_level_normal_quantizer():
-    """Also of rows with large channels, which plain steps of four bits spoil.
+    """Rows with large channels, for which plain 4-bit steps fail, are included.
 
     16 levels of a normal up to the largest number have 0.0081.
     """
@@ -99,7 +100,7 @@ def test_int4_errors_are_near_a_16_level_normal_quantizer():
 
 
 @pytest.mark.one_end
-def test_a_row_has_its_bits_alone():
+def test_a_rows_bits_do_not_depend_on_other_rows():
     rows = draw(7, 2, 96)
     together = store(rows)
     for i in range(7):
@@ -110,7 +111,7 @@ def test_a_row_has_its_bits_alone():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite_are_seen_to_be(poison):
+def test_non_finite_rows_decode_as_non_finite(poison):
     rows = np.ones((600, 1, 8), np.float32)
     rows[1, 0, 4] = poison
     found = np.asarray(restore(store(rows)))
@@ -120,13 +121,13 @@ def test_rows_that_are_not_finite_are_seen_to_be(poison):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("width", few([32, 64, 96, 576], 64))
-def test_large_finite_rows_read_as_small_ones_do(width):
-    """Sums of a row's elements exceed float32; so may turned elements."""
+def test_large_finite_rows_decode_like_small_ones(width):
+    """Sums of a row's elements, and rotated elements, may exceed float32."""
     rows, factor = np.clip(draw(20, 2, width), -2, 2), np.float32(2.0**125)
     found = np.asarray(restore(store(rows)))
     large = np.asarray(restore(store(rows * factor)))
     np.testing.assert_array_equal(large / factor, found)
-    # A row of the transform itself: all of it in one element, which saturates.
+    # A row of the transform is rotated into a single element, which saturates.
     one = np.where(np.asarray(INT4.rotate_back(jnp.eye(1, width))) < 0, -3e38, 3e38)
     stored = store(np.float32(one))
     assert np.isfinite(np.asarray(stored["scales"].view(jnp.bfloat16), np.float32))
@@ -158,7 +159,7 @@ SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=32)
 
 @functools.partial(jax.jit, static_argnums=0)
 def play(config, queries, keys, values):
-    """Write seven and two tokens; return the decoded rows, and each way's attention."""
+    """Write seven and two tokens; return decoded rows and each backend's results."""
     cache, opened = jkv.allocate(jkv.init(config), [0, 0])
     cache, batch = jkv.append(cache, opened.seq_ids, [7, 2], capacity=9)
     cache = jkv.write(cache, 0, batch, keys, values)
@@ -183,7 +184,7 @@ def play(config, queries, keys, values):
     "kind", few(with_further(KINDS, "int4", "int4 and float32"), "int8 and int4")
 )
 def test_attention_equals_float32_over_decoded_rows(kind):
-    """And its derivative, as a cache in float32 has it of the numbers that are read."""
+    """Its gradient equals that of a float32 cache of the decoded numbers."""
     config = small_config(**SIZES, **KINDS[kind])
     queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 32, seed=1)
     given = keys, None if config.values_in_keys else values
@@ -203,7 +204,7 @@ def test_attention_equals_float32_over_decoded_rows(kind):
 
 
 @pytest.mark.one_end
-def test_a_cache_warns_of_keys_in_int4():
+def test_a_cache_warns_about_int4_keys():
     sizes = dict(num_kv_heads=1, head_dim=16)
     config = small_config(**sizes, dtype="int4")
     with pytest.warns(UserWarning, match="dtype='int8', value_dtype='int4'"):

@@ -1,4 +1,4 @@
-"""Grammars that come and go: each masks the same tokens as alone, at any place."""
+"""Grammar catalogs: each grammar masks the same tokens as alone, in any place."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ PATTERNS = ["(ab)+", "a{1,5}b?", "[a-f]*c", "abc|cd", "(a|bc){2,4}", "e"]
 
 @jax.jit
 def look(grammar, state):
-    """Return a text's allowed tokens, its forced ones, and whether it has ended."""
+    """Return a sequence's allowed tokens, forced token, and whether it has ended."""
     allowed = grammar.process(state, jnp.zeros((1, len(TOKENS)))) == 0
     return allowed[0], grammar.forced(state)[0], grammar.ended(state)[0]
 
@@ -34,19 +34,19 @@ advance = jax.jit(lambda grammar, *given: grammar.advance(*given))
 
 
 def walk(grammar, variant, rng, length=8):
-    """Return the masks of a random text at each step, and its tokens."""
+    """Return the masks of a random sequence at each step, and its tokens."""
     state = begin(grammar, np.int32([variant]), np.zeros((1, 1), np.int32))
-    told, tokens = [], []
+    answers, tokens = [], []
     for _ in range(length):
         allowed, forced, ended = jax.device_get(look(grammar, state))
-        told.append((allowed.tolist(), int(forced), bool(ended)))
+        answers.append((allowed.tolist(), int(forced), bool(ended)))
         choices = allowed.nonzero()[0]
-        # Now and then a token that is not allowed.
+        # Sometimes a masked token.
         if not len(choices) or rng.random() < 0.05:
             choices = np.arange(len(TOKENS))
         tokens.append(int(rng.choice(choices)))
         state = advance(grammar, state, np.int32(tokens[-1:]))
-    return told, tokens
+    return answers, tokens
 
 
 def test_catalog_changes_preserve_other_grammars():
@@ -73,7 +73,7 @@ def test_catalog_changes_preserve_other_grammars():
             seed = int(rng.integers(1000))
             found = walk(whole, variant, np.random.default_rng(seed))
             if variant not in here:
-                assert not any(found[0][0][0])  # nothing is allowed
+                assert not any(found[0][0][0])  # all tokens are masked
                 continue
             alone = grammars[here[variant]]
             assert found == walk(alone, 0, np.random.default_rng(seed)), turn

@@ -1,11 +1,11 @@
-"""Languages after each other, free text before a mark, and grammars that wait."""
+"""Concatenated grammars, free text up to a mark, and grammars with a trigger."""
 
 import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.grammar_reading import HostGrammar
+from support.grammar.grammar_reading import HostGrammar
 
 import jkv
 from jkv import grammar
@@ -40,7 +40,7 @@ def judge_whole(text, pattern):
         return False
 
 
-# Parts, and matches of their texts: free text is the shortest up to its mark.
+# Parts, and patterns of their texts: free text is the shortest up to its mark.
 CASES = {
     "a choice behind a mark": (
         [Until("</a>"), Choices(["1", "ab"])],
@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_concatenations_accept_exactly_their_parts(name):
-    """By random walks, and by all texts of a few tokens."""
+    """Random walks, and all sequences of a few tokens, are compared."""
     parts, pattern = CASES[name]
     host = HostGrammar(concatenate(parts, VOCABULARY))
     rng, num_ended = np.random.default_rng(len(name)), 0
@@ -96,7 +96,7 @@ def test_wait_for_allows_all_tokens_before_the_trigger():
     host = HostGrammar(wait_for([CALL], inner, VOCABULARY))
     everything = {*range(len(PIECES))}
     state = host.start()
-    for token in (3, 16, 0, 13, 4):  # parts of characters and special ones, too
+    for token in (3, 16, 0, 13, 4):  # also partial characters and special tokens
         assert host.allowed(state) == everything
         state = host.advance(state, token)
     state = host.advance(state, CALL)
@@ -104,7 +104,7 @@ def test_wait_for_allows_all_tokens_before_the_trigger():
     assert host.allowed(host.advance(state, 4)) == {END}
     required = HostGrammar(wait_for([CALL, 13], inner, VOCABULARY, is_required=True))
     assert required.allowed(required.start()) == everything - {END}
-    # If the language has the awaited token, too, it keeps its meaning there.
+    # If the grammar contains the trigger, it keeps its meaning there.
     again = grammar.from_choices(["aaaa"], VOCABULARY)
     host = HostGrammar(wait_for([13], again, VOCABULARY))
     state = host.advance(host.start(), 13)
@@ -113,7 +113,7 @@ def test_wait_for_allows_all_tokens_before_the_trigger():
 
 
 def test_wait_for_constrains_generate_after_the_trigger():
-    """As a model that never says the token is not constrained, and one that does is."""
+    """Without the trigger the sequence is unconstrained, after it constrained."""
     inner = grammar.from_choices(["b1"], VOCABULARY)
     logits_processor = wait_for([CALL], inner, VOCABULARY)
 
@@ -159,16 +159,16 @@ def test_invalid_waits_and_parts_are_refused():
 
 
 def test_parts_are_cached_by_content(tmp_path):
-    """In a folder, one file for each language."""
-    asked = [parts for parts, _ in CASES.values()]
+    """The folder has one file per grammar."""
+    expressions = [parts for parts, _ in CASES.values()]
     for _ in range(2):
-        for parts in asked:
+        for parts in expressions:
             concatenate(parts, VOCABULARY, folder=tmp_path)
-    assert len([*tmp_path.iterdir()]) == len(asked)
+    assert len([*tmp_path.iterdir()]) == len(expressions)
 
 
-def test_one_text_is_no_list_of_texts():
-    """Its characters would be the choices."""
+def test_a_string_is_not_a_list_of_strings():
+    """Otherwise its characters would be the choices."""
     for given in ("yes", b"yes", 3, None):
         for make in (
             Choices,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.grammar_reading import HostGrammar
+from support.grammar.grammar_reading import HostGrammar
 
 from jkv.grammar import (
     NoText,
@@ -27,7 +27,7 @@ from jkv.grammar import (
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.regexes import compile_regex
 
-# Of 40 tokens, so that a set is more than a word.
+# 40 tokens, so that a mask has more than one word.
 WORDS = [b"a", b"b", b"ab", b"1", b"23", b"{", b"}", b" "]
 TOKENS = [*WORDS, None, b"", *[bytes([65 + i]) for i in range(28)], None, None]
 VOCABULARY = Vocabulary(TOKENS, end_tokens=[38, 39])
@@ -35,7 +35,7 @@ NO_PROMPTS = jnp.full((3, 1), -1, jnp.int32)
 
 
 def process_after(grammar, rows, variants):
-    """Logits of zeros, processed after each row of tokens; -1 ends a row."""
+    """Return processed zero logits after each row of tokens; -1 ends a row."""
     tokens = np.full((len(rows), 4), -1, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -72,7 +72,7 @@ def test_jitted_steps_equal_the_tables():
 
 
 @pytest.mark.one_end
-def test_logits_that_are_allowed_stay_as_they_are():
+def test_logits_of_allowed_tokens_are_unchanged():
     grammar = from_choices(["a"], VOCABULARY)
     logits = jax.random.normal(jax.random.key(0), (3, 40)) * 1e3
     state = grammar.begin(jnp.zeros(3, jnp.int32), NO_PROMPTS)
@@ -92,7 +92,7 @@ def test_sequences_without_a_variant_are_unconstrained():
 
 
 @pytest.mark.one_end
-def test_an_empty_text_may_end_at_once():
+def test_an_empty_text_may_end_immediately():
     grammar = HostGrammar(from_regex("a*", VOCABULARY))
     assert grammar.allowed(grammar.start()) == {0, 38, 39}
     assert grammar.advance(grammar.start(), 38) == grammar.ended
@@ -100,7 +100,7 @@ def test_an_empty_text_may_end_at_once():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("pattern", ["c", "1c", "[^\\s\\S]|z", "a{3}é", "a^b", "(a$)b"])
-def test_a_language_that_cannot_be_spelled_is_refused(pattern):
+def test_a_language_without_spelling_is_refused(pattern):
     with pytest.raises(NoText, match="cannot spell any string"):
         from_regex(pattern, VOCABULARY)
 
@@ -112,8 +112,8 @@ def test_no_choices_are_refused():
 
 
 @pytest.mark.one_end
-def test_texts_that_cannot_be_finished_are_not_begun():
-    """`1` begins "1c" too, which no token finishes."""
+def test_dead_ends_are_masked():
+    """`1` also starts "1c", which no token completes."""
     grammar = HostGrammar(from_choices(["1c", "ab"], VOCABULARY))
     assert grammar.allowed(grammar.start()) == {0, 2}
 
@@ -129,7 +129,7 @@ def test_anchors_at_the_ends_have_no_effect(pattern):
 @pytest.mark.parametrize(
     "pattern", ["(?=a(?!b))a", r"(a)\1", "(", r"(?=\b)a", "(?m)^a$", "(?>a)"]
 )
-def test_patterns_that_are_not_served_are_refused(pattern):
+def test_unsupported_patterns_are_refused(pattern):
     with pytest.raises(Unsupported):
         from_regex(pattern, VOCABULARY)
 
@@ -175,19 +175,19 @@ def test_oversized_patterns_are_refused():
 @pytest.mark.one_end
 def test_compilation_reports_progress(monkeypatch):
     monkeypatch.setattr(token_table, "_PAIRS_AT_ONCE", 1)
-    told = []
+    calls = []
     vocabulary = dataclasses.replace(
-        VOCABULARY, progress=lambda done, of_all: told.append((done, of_all))
+        VOCABULARY, progress=lambda done, of_all: calls.append((done, of_all))
     )
     grammar = from_regex("(ab|1){3}", vocabulary)
-    num_states = len(told)
-    assert told == [(done + 1, num_states) for done in range(num_states)]
+    num_states = len(calls)
+    assert calls == [(done + 1, num_states) for done in range(num_states)]
     assert num_states >= 7
     silent = from_regex("(ab|1){3}", VOCABULARY)
     chex.assert_trees_all_equal(grammar, silent)
 
 
-def test_vocabularies_that_differ_are_not_joined():
+def test_grammars_of_different_vocabularies_are_not_joined():
     other = Vocabulary(TOKENS[:39], end_tokens=[38])
     with pytest.raises(ValueError, match="of one vocabulary"):
         join([from_choices(["a"], VOCABULARY), from_choices(["a"], other)])
@@ -195,7 +195,7 @@ def test_vocabularies_that_differ_are_not_joined():
         join([])
 
 
-def test_logits_that_are_too_few_are_refused_when_traced():
+def test_too_few_logits_are_refused_at_trace_time():
     grammar = from_choices(["a"], VOCABULARY)
     with pytest.raises(ValueError, match="40 tokens, got 39"):
         jax.eval_shape(grammar.process, jnp.zeros(1, jnp.int32), jnp.zeros((1, 39)))
@@ -203,7 +203,7 @@ def test_logits_that_are_too_few_are_refused_when_traced():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("ends", [[], [40], [-1]])
-def test_end_tokens_are_ids(ends):
+def test_end_tokens_must_be_ids(ends):
     with pytest.raises(ValueError, match="end_tokens"):
         Vocabulary(TOKENS, end_tokens=ends)
 
@@ -221,7 +221,7 @@ def test_end_tokens_are_ids(ends):
     ids=range(6),
 )
 def test_max_bytes_bounds_compilation_memory(schema, most):
-    """True if the grammar is made or refused."""
+    """Memory is bounded for created and for refused grammars."""
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
     tracemalloc.start()
     try:

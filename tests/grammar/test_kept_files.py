@@ -1,4 +1,4 @@
-"""Compiled grammars that are kept in a folder."""
+"""Compiled grammars stored in a folder."""
 
 import os
 
@@ -37,13 +37,13 @@ MAKERS = {
 
 
 def make(name, folder, vocabulary=VOCABULARY):
-    maker, asked, options = MAKERS[name]
-    given = () if asked is None else (asked,)
+    maker, argument, options = MAKERS[name]
+    given = () if argument is None else (argument,)
     return maker(*given, vocabulary, folder=folder, **options)
 
 
 def bytes_of(grammar):
-    """The parts of a grammar, to be compared."""
+    """Return the parts of a grammar for comparison."""
     return {
         name: getattr(value, "tobytes", lambda value=value: value)()
         for name, value in vars(grammar).items()
@@ -51,7 +51,7 @@ def bytes_of(grammar):
 
 
 def compiling_fails(monkeypatch):
-    """From now on a grammar that is not kept raises an error."""
+    """Make compilation of a grammar that is not stored raise."""
 
     def fail(path, _):
         raise AssertionError(f"{path} is compiled")
@@ -59,7 +59,7 @@ def compiling_fails(monkeypatch):
     monkeypatch.setattr(kept_files, "_write", fail)
 
 
-def test_each_grammar_is_found_again(tmp_path, monkeypatch):
+def test_each_stored_grammar_is_reused(tmp_path, monkeypatch):
     folder = tmp_path / "made" / "on demand"
     made = {name: bytes_of(make(name, folder)) for name in MAKERS}
     assert len([*folder.iterdir()]) == len(MAKERS)
@@ -69,11 +69,11 @@ def test_each_grammar_is_found_again(tmp_path, monkeypatch):
         assert bytes_of(make(name, None)) == expected
 
 
-def test_another_vocabulary_has_files_of_its_own(tmp_path):
+def test_another_vocabulary_has_its_own_files(tmp_path):
     one = Vocabulary([b"a", b"b", b"ab", None], end_tokens=[3])
     others = [
         Vocabulary([b"a", b"b", b"ba", None], end_tokens=[3]),
-        # The same bytes, cut elsewhere.
+        # The same bytes in other tokens.
         Vocabulary([b"ab", b"a", b"b", None], end_tokens=[3]),
         Vocabulary([b"a", b"b", b"ab", None], end_tokens=[2]),
         Vocabulary([b"a", b"b", b"ab", None, None], end_tokens=[3]),
@@ -82,19 +82,19 @@ def test_another_vocabulary_has_files_of_its_own(tmp_path):
         grammar = make("pattern", tmp_path, vocabulary)
         assert len([*tmp_path.iterdir()]) == count
         assert grammar.vocabulary_size == len(vocabulary.tokens)
-    # Contents, not the object's identity, are the key.
+    # The key is the content, not the object's identity.
     make("pattern", tmp_path, Vocabulary([b"a", b"b", b"ab", None], end_tokens=[3]))
     assert len([*tmp_path.iterdir()]) == count
 
 
-def test_files_of_another_version_are_not_read(tmp_path, monkeypatch):
+def test_files_of_another_version_are_ignored(tmp_path, monkeypatch):
     make("pattern", tmp_path)
     monkeypatch.setattr(kept_files, "_VERSION", kept_files._VERSION + 1)
     make("pattern", tmp_path)
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_a_damaged_file_is_made_anew(tmp_path, monkeypatch):
+def test_a_damaged_file_is_recompiled(tmp_path, monkeypatch):
     expected = bytes_of(make("choices", tmp_path))
     (path,) = tmp_path.iterdir()
     written = path.read_bytes()
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_made_anew(tmp_path, monkeypatch):
         path.write_bytes(data)
         assert bytes_of(make("choices", tmp_path)) == expected
         assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == written
-    # Each of them was seen: none is read where nothing can be compiled.
+    # All damage was detected: none is read if compilation fails.
     compiling_fails(monkeypatch)
     for data in damaged:
         path.write_bytes(data)
@@ -116,8 +116,8 @@ def test_a_damaged_file_is_made_anew(tmp_path, monkeypatch):
             make("choices", tmp_path)
 
 
-def test_a_file_that_was_not_finished_is_not_found(tmp_path, monkeypatch):
-    """A process that ends while it writes leaves nothing under a grammar's name."""
+def test_an_incomplete_file_is_not_found(tmp_path, monkeypatch):
+    """A process that ends while writing leaves no file under a grammar's name."""
 
     def end(*_):
         raise KeyboardInterrupt
@@ -138,7 +138,7 @@ def test_the_grammar_folder_evicts_least_recently_used(tmp_path, monkeypatch):
         make(name, tmp_path)
         (paths[name],) = {*tmp_path.iterdir()} - before
         os.utime(paths[name], (age, age))
-    make("choices", tmp_path)  # found, so that it is the newest
+    make("choices", tmp_path)  # a hit makes it the most recent
     room = sum(path.stat().st_size for path in paths.values())
     monkeypatch.setattr(kept_files, "MAX_FOLDER_BYTES", room)
     make("object", tmp_path)
@@ -152,7 +152,7 @@ def test_schemas_that_are_not_json_are_refused_with_a_folder(tmp_path):
 
 
 def test_max_bytes_bounds_cached_grammars(tmp_path):
-    """A process with less room does not load a larger grammar of another one."""
+    """A process with a lower limit does not load a larger stored grammar."""
     from_regex("[ab]{60}", VOCABULARY, folder=tmp_path)
     with pytest.raises(TooLarge, match="max_bytes 1,000 exceeded: the cached"):
         from_regex("[ab]{60}", VOCABULARY, folder=tmp_path, max_bytes=1000)

@@ -1,6 +1,6 @@
-"""Masks of random patterns equal an automaton's in plain Python.
+"""Masks of random patterns equal a plain-Python automaton's.
 
-The automaton itself is held against `re`, which matches whole texts alone.
+The automaton is compared with `re`, which only matches whole strings.
 """
 
 import itertools
@@ -9,18 +9,18 @@ import re
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from support import derivatives
-from support.derivatives import TokenAutomaton
-from support.grammar_reading import HostGrammar
+from support.grammar import derivatives
+from support.grammar.derivatives import TokenAutomaton
+from support.grammar.grammar_reading import HostGrammar
 
 from jkv.grammar import NoText, Vocabulary, from_regex
 
 pytestmark = pytest.mark.one_end
-# Bytes of broken UTF-8 among them: the second half of é, and its first half.
+# Including invalid UTF-8: either half of é.
 PIECES = [b"a", b"b", b"ab", b"ba", b"aa", b"\xc3", b"\xa9", "é".encode(), b"b\xc3"]
-LENGTH = 4  # of the texts that `re` matches, in tokens
+LENGTH = 4  # of the strings for `re`, in tokens
 
-# A pattern and its expression. All characters that the pieces can spell are a, b and é.
+# A pattern and its expression. The pieces can only spell a, b and é.
 LEAVES = st.sampled_from(
     [
         *((letter, derivatives.text(letter)) for letter in ("a", "b", "é", "ab", "")),
@@ -57,7 +57,7 @@ TOKENS = st.lists(st.sampled_from(PIECES), min_size=2, max_size=5, unique=True)
 
 
 def check(made, tokens):
-    """Every state that texts reach has the masks that it has in plain Python."""
+    """Assert that every reachable state has the masks of plain Python."""
     pattern, expression = made
     plain = TokenAutomaton(expression, tokens)
     end = len(tokens)
@@ -83,7 +83,7 @@ def check(made, tokens):
             (grammar.advance(state, token), plain.follows[left][token])
             for token in tokens_next
         ]
-    # No state is there twice.
+    # No duplicate states.
     assert len({state for state, _ in seen}) == grammar.grammar.num_states
 
 
@@ -103,7 +103,7 @@ def check_against_re(pattern, plain, tokens):
 
 
 def play(examples):
-    # Of the same examples in every run: a test fails for the change that broke it.
+    # Derandomized: a failure is caused by the change under test.
     settings = hypothesis.settings(
         max_examples=examples,
         derandomize=True,
@@ -123,8 +123,8 @@ def test_masks_of_many_patterns():
     play(400)
 
 
-def test_strings_through_non_accepting_states_are_kept():
-    """outlines-core's own `Index` allows only the end after "ab"."""
+def test_strings_may_continue_after_a_possible_end():
+    """outlines-core's own `Index` only allows the end after "ab"."""
     vocabulary = Vocabulary([b"a", b"b", None], end_tokens=[2])
     grammar = HostGrammar(from_regex("(ab)+", vocabulary))
     assert grammar.allowed(grammar.follow([0, 1])) == {0, 2}

@@ -1,4 +1,4 @@
-"""Rules in llama.cpp's notation: texts equal the ones that plain Python derives."""
+"""GBNF grammars accept exactly the strings that plain Python derives."""
 
 import functools
 import itertools
@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from support.grammar_reading import HostGrammar
+from support.grammar.grammar_reading import HostGrammar
 
 from jkv.grammar import NoText, TooLarge, Unsupported, Vocabulary, from_gbnf
 
@@ -19,8 +19,8 @@ VOCABULARY = Vocabulary(
 )
 END = len(LETTERS) + 5
 
-# Rules, and the same in plain Python: a rule is a list of ways, a way a list of texts
-# and of rules by name in brackets.
+# Rules, and the same in plain Python: a rule is a list of alternatives, an alternative
+# a list of strings and of rule names in brackets.
 CASES = {
     "choice": ('root ::= "a" | "b" "ab"?', {"root": [["a"], ["b"], ["b", "ab"]]}),
     "right recursion": (
@@ -47,7 +47,7 @@ CASES = {
 
 
 def derive(rules, name, depth, most):
-    """All texts of a rule up to a length, nested in itself so often at most."""
+    """Return all strings of a rule up to a length, to a nesting depth per rule."""
     if depth[name] < 0:
         return set()
     deeper = {**depth, name: depth[name] - 1}
@@ -65,7 +65,7 @@ def derive(rules, name, depth, most):
 
 
 def accepts(host, text):
-    """True if a text, in single characters, may end where it ends."""
+    """Return True if the grammar accepts a string of single characters."""
     tokens = [LETTERS.index(sign) for sign in text]
     state = host.start()
     for token in tokens:
@@ -76,7 +76,7 @@ def accepts(host, text):
 
 
 def list_texts(host, most):
-    """All texts of a grammar up to a length."""
+    """Return all strings of a grammar up to a length."""
     found, states = set(), {"": host.start()}
     for _ in range(most + 1):
         longer = {}
@@ -94,7 +94,7 @@ def list_texts(host, most):
 def test_gbnf_strings_equal_the_derivations(name):
     text, rules = CASES[name]
     is_repetition = "recursion" in name
-    # A path through another rule goes back once a level.
+    # Recursion through another rule costs one level.
     depth = 8 if is_repetition else 2
     expected = derive(rules, "root", dict.fromkeys(rules, depth), 7)
     host = HostGrammar(from_gbnf(text, VOCABULARY))
@@ -112,7 +112,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("written", SETS)
-def test_sets_of_characters(written):
+def test_character_classes(written):
     host = HostGrammar(from_gbnf(f"root ::= {written}", VOCABULARY))
     assert list_texts(host, 1) == {*SETS[written]}
 
@@ -129,7 +129,7 @@ def test_repetitions(bounds, counts):
     assert len(list_texts(between, 3)) == 6
 
 
-# llama.cpp's own example of JSON, with its rules of white space and numbers.
+# llama.cpp's JSON example, with its white space and number rules.
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -162,13 +162,13 @@ def json_grammar():
     return HostGrammar(from_gbnf(JSON, VOCABULARY))
 
 
-def test_the_example_of_json_gives_json():
+def test_the_json_example_accepts_json():
     host = json_grammar()
     for text in ["{}", '{"a": [1, 0.1,{"b":"ab"}]}', '{"":-10.0, "a":[[]]}\n']:
         assert accepts(host, text) and isinstance(json.loads(text), dict)
     for text in ["", "[]", '{"a":01}', "{a:1}", '{"a":1,}']:
         assert not accepts(host, text)
-    assert not accepts(host, '{"a":[[[[[[1]]]]]]}')  # deeper than given
+    assert not accepts(host, '{"a":[[[[[[1]]]]]]}')  # deeper than `depth`
 
 
 WRONG = {

@@ -1,4 +1,4 @@
-"""One spelling loses no text, and forces what is certain."""
+"""Unique spelling keeps all texts, and forces certain tokens."""
 
 import functools
 import random
@@ -33,7 +33,7 @@ PIECES = [
 ]
 BYTES = [bytes([byte]) for byte in range(256)]
 WHOLE = Vocabulary([*BYTES, *PIECES, None], end_tokens=[256 + len(PIECES)])
-# Without a token for each byte, some texts have one spelling alone.
+# Without a token for each byte, some texts have only one spelling.
 FEW = Vocabulary([b"a", b"b", b"c", *PIECES, None], end_tokens=[3 + len(PIECES)])
 
 
@@ -47,7 +47,7 @@ _advance = jax.jit(lambda grammar, *row: grammar.advance(*(x[None] for x in row)
 
 
 def make_steps(grammar):
-    """Return functions for a text's begin, its next state and its mask, on the host."""
+    """Return functions for the initial state, the next state and the mask."""
 
     @functools.cache
     def advance(state, token):
@@ -61,7 +61,7 @@ def make_steps(grammar):
 
 
 def spell_all(grammar, vocabulary, variant=0):
-    """Each text of a finite language, with the spellings that it has."""
+    """Return each text of a finite language with its spellings."""
     begin, advance, look = make_steps(grammar)
     found, waiting = {}, [(begin(variant), ())]
     while waiting:
@@ -83,12 +83,12 @@ def spell_all(grammar, vocabulary, variant=0):
         ("abcab?cd?", WHOLE, True),
         ("abcab?cd?", FEW, True),
         ('\\{"ab":(12?|"cd")\\}', WHOLE, True),
-        # Nothing is certain: a text may end, or go on in several ways.
+        # Nothing is certain: a text may end, or continue in several ways.
         ("a{1,5}b?", WHOLE, False),
         ("(a|bc){2,3}", WHOLE, False),
     ],
 )
-def test_texts_are_the_same_with_fewer_spellings(pattern, vocabulary, is_fewer):
+def test_fewer_spellings_keep_all_texts(pattern, vocabulary, is_fewer):
     many = from_regex(pattern, vocabulary)
     one = with_one_spelling(many, vocabulary)
     before, after = spell_all(many, vocabulary), spell_all(one, vocabulary)
@@ -99,8 +99,8 @@ def test_texts_are_the_same_with_fewer_spellings(pattern, vocabulary, is_fewer):
     assert count < was if is_fewer else count == was
 
 
-def test_no_word_is_lost_that_another_begins_with():
-    """Words and tokens at random; one of many tokens, of few, of parts of words."""
+def test_words_that_are_prefixes_of_others_are_kept():
+    """Random words and tokens: many tokens, few, and parts of words."""
     for seed in range(20):
         rng = random.Random(seed)
         words = {"ab" + "".join(rng.choices("ab", k=rng.randrange(3))) for _ in "123"}
@@ -123,7 +123,7 @@ def test_certain_text_is_forced_by_its_longest_token():
     forced = np.asarray(one.forced_token)
     assert forced[int(one.starts[0])] == WHOLE.tokens.index(b'{"ab')
     assert (forced >= 0).sum() > (np.asarray(many.forced_token) >= 0).sum()
-    # A join is changed as its parts are.
+    # A join is restricted like its parts.
     both = with_one_spelling(join([many, from_regex("abc|cd", WHOLE)]), WHOLE)
     assert spell_all(both, WHOLE) == spell_all(one, WHOLE)
     assert spell_all(both, WHOLE, 1).keys() == {b"abc", b"cd"}

@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs, which JSON and Python can hold and no text has."""
+"""Unpaired surrogates, which JSON and Python allow, but UTF-8 does not."""
 
 import pytest
 
@@ -26,7 +26,7 @@ HALF = "\ud83d"
         ({"enum": [{HALF: 1}]}, "enum"),
     ],
 )
-def test_in_a_schema_they_are_refused_by_their_place(schema, word):
+def test_schemas_with_surrogates_are_refused_with_their_location(schema, word):
     with pytest.raises(Malformed, match=f"'{word}' at #"):
         from_json_schema(schema, VOCABULARY)
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
@@ -43,10 +43,10 @@ def test_in_a_schema_they_are_refused_by_their_place(schema, word):
         lambda: from_tools([{"name": "f"}], VOCABULARY, begin=HALF),
     ],
 )
-def test_elsewhere_they_are_refused_in_words(make):
+def test_other_grammars_with_surrogates_are_refused(make):
     with pytest.raises(Malformed, match="lone surrogate"):
         make()
 
 
-def test_whole_pairs_are_characters():
+def test_surrogate_pairs_are_characters():
     from_json_schema({"enum": ["\U0001f600"]}, VOCABULARY)

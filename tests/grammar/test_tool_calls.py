@@ -1,13 +1,13 @@
-"""Calls of tools: every mask is that of a judge in plain Python.
+"""Tool-call grammars: every mask equals that of a plain-Python validator.
 
-Tokens cross the borders of tags, and some are parts of characters.
+Tokens cross tag boundaries, and some are parts of characters.
 """
 
 import codecs
 import re
 
 import pytest
-from support.grammar_reading import HostGrammar
+from support.grammar.grammar_reading import HostGrammar
 
 from jkv.grammar import NoText, Vocabulary, from_tools
 
@@ -49,7 +49,7 @@ VOCABULARY = Vocabulary([*PIECES, None], end_tokens=[END])
 
 
 def is_text(data, *, is_whole):
-    """True if bytes are UTF-8 without an opening tag, or begin such a text."""
+    """Return True if bytes are (a prefix of) UTF-8 without an opening tag."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data, is_whole)
     except UnicodeDecodeError:
@@ -58,7 +58,7 @@ def is_text(data, *, is_whole):
 
 
 def judge(text, names, *, has_text, is_single):
-    """True if bytes begin a text of the language, and whether they are one.
+    """Return whether bytes are a prefix of the language, and whether they match.
 
     Calls are found from the left.
     """
@@ -86,7 +86,7 @@ def judge(text, names, *, has_text, is_single):
 
 
 @pytest.mark.parametrize(
-    "choice, is_parallel, asked",
+    "choice, is_parallel, rules",
     [
         ("auto", True, dict(names="fg", has_text=True, is_single=False)),
         ("auto", False, dict(names="fg", has_text=True, is_single=True)),
@@ -94,7 +94,7 @@ def judge(text, names, *, has_text, is_single):
         ("g", True, dict(names="g", has_text=False, is_single=True)),
     ],
 )
-def test_tool_call_masks_equal_a_validator(choice, is_parallel, asked):
+def test_tool_call_masks_equal_a_validator(choice, is_parallel, rules):
     grammar = HostGrammar(
         from_tools(
             TOOLS,
@@ -106,12 +106,12 @@ def test_tool_call_masks_equal_a_validator(choice, is_parallel, asked):
             whitespace="",
         )
     )
-    texts = {grammar.start(): b""}  # one that leads to each state
+    texts = {grammar.start(): b""}  # a text for each state
     num_whole = 0
     for state in (order := [grammar.start()]):
         text, allowed = texts[state], grammar.allowed(state)
-        is_whole = judge(text, **asked)[1]
-        expected = {t for t, p in enumerate(PIECES) if judge(text + p, **asked)[0]}
+        is_whole = judge(text, **rules)[1]
+        expected = {t for t, p in enumerate(PIECES) if judge(text + p, **rules)[0]}
         assert allowed == expected | ({END} if is_whole else set()), text
         num_whole += is_whole
         for token in sorted(expected):
@@ -122,15 +122,15 @@ def test_tool_call_masks_equal_a_validator(choice, is_parallel, asked):
         if is_whole:
             assert grammar.advance(state, END) == grammar.ended
     assert len(order) == grammar.grammar.num_states
-    # Some texts end in the middle of a tag, and none in the middle of a character.
+    # Some texts end within a tag, and none within a character.
     ends = {texts[state][-2:] for state in order if END in grammar.allowed(state)}
-    assert (b"<t" in ends) == asked["has_text"] and num_whole
+    assert (b"<t" in ends) == rules["has_text"] and num_whole
     assert not any(end.endswith(b"\xc3") for end in ends)
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_a_text_is_an_answer_or_calls(is_parallel):
-    """Its schema's JSON, or calls and nothing else; never both."""
+def test_a_text_is_either_an_answer_or_calls(is_parallel):
+    """JSON of the schema, or only calls."""
     grammar = from_tools(
         TOOLS,
         VOCABULARY,
@@ -158,13 +158,13 @@ def test_a_text_is_an_answer_or_calls(is_parallel):
         assert not is_in(wrong), wrong
 
 
-def test_a_tool_that_is_not_there_and_tags_that_overlap_are_refused():
+def test_unknown_tools_and_overlapping_tags_are_refused():
     with pytest.raises(NoText, match="matches no tool"):
         from_tools(TOOLS, VOCABULARY, choice="h")
     for begin in ("<<", "<t<"):
         with pytest.raises(ValueError, match="must not overlap itself"):
             from_tools(TOOLS, VOCABULARY, begin=begin)
-    # Free text alone could be spelled, but no call.
+    # These tokens can spell free text, but no call.
     spells_no_name = [piece for piece in PIECES if not re.search(b"[fg]", piece)]
     vocabulary = Vocabulary([*spells_no_name, None], [len(spells_no_name)])
     free = HostGrammar(from_tools(TOOLS, vocabulary, begin="<t>", end="</t>"))

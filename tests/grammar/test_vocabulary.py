@@ -1,7 +1,7 @@
-"""Spellings of tokenizers' tokens, of both kinds that are served."""
+"""Token spellings of both supported kinds of tokenizers."""
 
 import pytest
-from support.grammar_reading import HostGrammar
+from support.grammar.grammar_reading import HostGrammar
 
 from jkv.grammar import from_regex, vocabulary_of
 
@@ -26,7 +26,7 @@ def unigram():
 
 
 def merged():
-    """BPE as Llama 2 has it: `▁` by a normalizer, bytes where no token fits."""
+    """BPE like Llama 2: `▁` by a normalizer, byte fallback."""
     names = ["<unk>", END, *BYTES, *WORDS]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁"), ("▁", "é")]
     model = models.BPE(
@@ -51,7 +51,7 @@ def merged():
 
 
 def with_added(tokenizer):
-    """Special tokens, and one that is text as it is written."""
+    """Add special tokens, and one that is literal text."""
     tokenizer.add_special_tokens(["<unk>", END])
     tokenizer.add_tokens(["▁<0x0A>"])
     return tokenizer
@@ -69,9 +69,9 @@ def test_sentencepiece_tokens_spell_bytes(make):
     spelled = [b" ", b"a", b"b", b" a", b" b", b" ab", b"ab", b"  "]
     spelled += ["é".encode(), " é".encode(), b"<0x0A", b"<0xG0>"]
     assert [tokens[tokenizer.token_to_id(word)] for word in WORDS] == spelled
-    # An added token is decoded as others are; it is no byte, as it is longer.
+    # An added token is decoded like others; it is too long for a byte token.
     assert tokens[added] == b" <0x0A>"
-    # A token's spelling equals its decoder's result, but for the first space.
+    # A token's spelling equals its decoding, except for the first space.
     for text in ("ab a", "a\nb é", "é€ ab", "b  b"):
         ids = tokenizer.encode(text).ids
         found = b"".join(tokens[token] for token in ids).decode()
@@ -79,7 +79,7 @@ def test_sentencepiece_tokens_spell_bytes(make):
 
 
 @pytest.mark.parametrize("make", [unigram, merged])
-def test_grammars_take_bytes_and_leading_spaces(make):
+def test_grammars_accept_bytes_and_leading_spaces(make):
     tokenizer = make()
     end = tokenizer.token_to_id(END)
     vocabulary = vocabulary_of(tokenizer, [end])
@@ -105,7 +105,7 @@ def with_decoder(*parts, added=()):
     return made
 
 
-def test_tokens_are_spelled_as_their_decoder_spells_them():
+def test_tokens_are_spelled_like_their_decoding():
     level = with_decoder(decoders.ByteLevel(), added=["  ", "Ġx", "日"])
     assert vocabulary_of(level, [0]).tokens[1:] == [
         *(b" ", b"_b", b"  ", b" x", "日".encode())
@@ -119,8 +119,8 @@ def test_tokens_are_spelled_as_their_decoder_spells_them():
             assert made.decode([0, number, 0]) == f"a{tokens[number].decode()}a"
 
 
-def test_bytes_are_of_decoders_that_fall_back_to_them():
-    """The same spelling is text where the decoder leaves it as it is."""
+def test_byte_tokens_need_a_decoder_with_fallback():
+    """Other decoders keep the same spelling as text."""
     parts = [decoders.Replace("_", " ")]
     for added, spelled in (([], b"<0x0A>"), ([decoders.ByteFallback()], b"\n")):
         made = with_decoder(*parts, *added, added=["<0x0A>"])
@@ -129,7 +129,7 @@ def test_bytes_are_of_decoders_that_fall_back_to_them():
         assert made.decode([token]) == spelled.decode()
 
 
-def test_tokens_that_a_model_cannot_produce_are_left_out():
+def test_tokens_the_model_cannot_produce_are_excluded():
     made = with_decoder(decoders.ByteLevel(), added=["x", "<image>"])
     assert vocabulary_of(made, [0, 4], size=4).tokens == [b"a", b" ", b"_b", b"x"]
     assert vocabulary_of(made, [0, 4], size=4).end_tokens == (0,)

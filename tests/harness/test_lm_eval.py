@@ -1,7 +1,7 @@
-"""lm-eval's `local-completions` runs tasks against the server, with nothing from a hub.
+"""lm-eval's `local-completions` runs tasks against the server, without downloads.
 
-One task of each kind that it has: a choice among continuations, the likelihood of whole
-texts, and texts that are generated. Its results are recomputed here from `jkv.score`.
+One task of each type: multiple choice, likelihood of whole texts, and generation. The
+results are recomputed with `jkv.score`.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from served.api import make_app
-from support.http_server import load_served, start_server
+from support.serving.http_server import load_served, start_server
 
 ROWS = [
     {"question": "The with statement is", "choices": [" used to", " banana"]},
@@ -53,14 +53,14 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(served, tmp_path_factory):
-    """The results of lm-eval for the tasks."""
+    """lm-eval's results of the tasks."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, ROWS)))
     where = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
     for name, task in TASKS.items():
-        said = f"task: {name}\n{where}test_split: test{task}"
-        (folder / f"{name}.yaml").write_text(said)
+        config = f"task: {name}\n{where}test_split: test{task}"
+        (folder / f"{name}.yaml").write_text(config)
     server, thread, address = start_server(make_app(served))
     model = (
         f"model=pydoc,base_url={address}/v1/completions,tokenizer={served.folder},"
@@ -81,7 +81,7 @@ def results(served, tmp_path_factory):
 
 
 def measure(served, text, before):
-    """The log-probability of a text behind another, which may be empty."""
+    """Return the log-probability of a text after a possibly empty other one."""
     behind = served.tokenizer.encode(before + text).ids
     known = served.tokenizer.encode(before).ids if before else [*served.stop_tokens]
     ids = behind if before else known + behind

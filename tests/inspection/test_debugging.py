@@ -1,4 +1,4 @@
-"""Debug mode finds faults that show only at run time, and costs nothing when off."""
+"""Debug mode reports faults that show only at run time, and costs nothing when off."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ def config(**changes):
 
 
 def watched(**changes):
-    """A cache in debug mode with two open sequences."""
+    """Return a cache in debug mode with two open sequences."""
     cache = jkv.debug(jkv.init(config(**changes)))
     cache, opened = jkv.allocate(cache, np.zeros(2, np.int32))
     jkv.raise_for_status(opened)
@@ -39,7 +39,7 @@ def write(cache, batch, layers=range(LAYERS)):
 
 
 def step(cache):
-    """A step as it should be."""
+    """Take a valid step."""
     cache, batch = jkv.append(cache, IDS)
     hidden = 0.0
     for layer in range(LAYERS):
@@ -49,7 +49,7 @@ def step(cache):
 
 
 def found_by(cache):
-    """Return the error of `check`, raised only once."""
+    """Return the findings of `check`, which raises only once."""
     with pytest.raises(jkv.DebugError) as caught:
         jkv.check(cache)
     jkv.check(cache)
@@ -58,7 +58,7 @@ def found_by(cache):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def run(cache):
-    """Steps in a scan, as a decoding loop is."""
+    """Take steps in a scan, like a decoding loop."""
 
     def body(cache, _):
         cache, hidden, _ = step(cache)
@@ -68,7 +68,7 @@ def run(cache):
 
 
 @pytest.mark.one_end
-def test_a_program_as_it_should_be_is_left_alone():
+def test_a_valid_program_has_no_findings():
     cache = watched(prefix_caching=True)
     cache, _ = run(cache)
     cache, forked = jkv.fork(cache, IDS)
@@ -80,7 +80,7 @@ def test_a_program_as_it_should_be_is_left_alone():
     jkv.check(cache)
 
 
-def test_off_it_leaves_no_trace_in_the_program():
+def test_debug_mode_off_leaves_no_trace_in_the_program():
     cache = jax.eval_shape(lambda: jkv.init(config()))
 
     def trace(cache):
@@ -93,7 +93,7 @@ def test_off_it_leaves_no_trace_in_the_program():
 
 
 @pytest.mark.one_end
-def test_a_plain_cache_never_reaches_it(monkeypatch):
+def test_a_plain_cache_never_runs_debug_code(monkeypatch):
     from jkv.inspection import debugging
 
     for name in ("StepWatcher", "_Step", "_LOOKS", "_look_at_append"):
@@ -103,7 +103,7 @@ def test_a_plain_cache_never_reaches_it(monkeypatch):
 
 @pytest.mark.parametrize("layer", [-1, LAYERS])
 @pytest.mark.one_end
-def test_a_traced_layer_that_does_not_exist(layer, caplog):
+def test_an_invalid_traced_layer(layer, caplog):
     cache = watched()
 
     def body(cache, layer):
@@ -148,7 +148,7 @@ def test_truncated_slots_need_no_write():
 
 
 @pytest.mark.one_end
-def test_tokens_given_to_a_cache_that_records_none():
+def test_tokens_passed_to_a_cache_that_records_none():
     cache, opened = jkv.allocate(watched(), [0], tokens=[[5]])
     jkv.raise_for_status(opened)
     (finding,) = found_by(cache)
@@ -172,7 +172,7 @@ def test_attending_before_writing():
 
 
 @pytest.mark.one_end
-def test_a_batch_of_another_cache_of_the_same_sizes():
+def test_a_batch_of_another_cache_with_equal_sizes():
     cache, other = watched(), watched()
     _, batch = jkv.append(other, IDS)
     _, unwatched = jkv.append(jkv.debug(other, enabled=False), IDS)
@@ -199,7 +199,7 @@ def test_a_stale_batch_of_a_reused_row_is_reported():
 
 
 @pytest.mark.one_end
-def test_steps_that_are_not_committed():
+def test_uncommitted_steps():
     cache = watched(prefix_caching=True)
     for _ in range(2):
         cache, batch = jkv.append(cache, IDS)
@@ -217,7 +217,7 @@ def test_a_commit_before_all_layers_are_written():
     assert any("written to all layers" in text for text in found_by(cache))
 
 
-def test_a_pool_that_is_not_donated():
+def test_an_undonated_pool():
     def fill(cache):
         return cache.with_storage(jax.tree.map(lambda pool: pool + 1, cache.storage))
 
@@ -228,8 +228,8 @@ def test_a_pool_that_is_not_donated():
 
 
 @pytest.mark.one_end
-def test_refusals_are_the_callers_matter():
-    """A status may be read or not; the cache counts refusals."""
+def test_refusals_are_not_findings():
+    """The caller may ignore a status; the cache counts refusals."""
     cache, opened = jkv.allocate(watched(), np.zeros(3, np.int32))
     assert opened.status.tolist() == [0, 0, 2]
     cache, _ = jkv.append(cache, np.array([9], np.int32))
@@ -239,7 +239,7 @@ def test_refusals_are_the_callers_matter():
 
 
 @pytest.mark.one_end
-def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
+def test_other_verbs_and_files_accept_a_debugged_cache(tmp_path):
     cache, _ = jkv.append(watched(), IDS)
     jkv.save(tmp_path / "cache", cache)
     assert jkv.load(tmp_path / "cache").interceptor is None
@@ -252,7 +252,7 @@ def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
 
 
 @pytest.mark.one_end
-def test_it_is_turned_on_outside_jit():
+def test_it_is_enabled_only_outside_jit():
     with pytest.raises(ValueError, match="outside jit"):
         jax.eval_shape(jkv.debug, small_cache())
     with pytest.raises(TypeError, match="verbs return a pair"):

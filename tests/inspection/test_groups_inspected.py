@@ -1,6 +1,6 @@
 """check, stats, memory_profile and debug mode of a cache with two groups of layers.
 
-Group 0 sees everything, group 1 the last 8 tokens; layer 0 is of group 1.
+Group 0 has full attention, group 1 a window of 8; layer 0 is in group 1.
 """
 
 import dataclasses
@@ -10,20 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.models.windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
 from support.small_caches import with_metadata
-from support.windowed_model import EMBEDDING, PROMPTS, grouped_cache, mixed_model
 
 import jkv
 
 pytestmark = pytest.mark.one_end
 
-TEXT = list(range(1, 21))
+SEQUENCE = list(range(1, 21))
 
 
-def run(cache, text, seq_id=0):
-    """A step of one sequence, as it should be; all its tokens known."""
-    tokens = np.array([*text, *[0] * (20 - len(text))], np.int32)
-    cache, batch = jkv.append(cache, [seq_id], len(text), capacity=20, tokens=tokens)
+def run(cache, sequence, seq_id=0):
+    """Take a valid step of one sequence; all its tokens are known."""
+    tokens = np.array([*sequence, *[0] * (20 - len(sequence))], np.int32)
+    cache, batch = jkv.append(
+        cache, [seq_id], len(sequence), capacity=20, tokens=tokens
+    )
     jkv.raise_for_status(batch)
     _, cache = mixed_model(EMBEDDING, tokens, cache, batch)
     return jkv.commit(cache, batch)
@@ -31,10 +33,10 @@ def run(cache, text, seq_id=0):
 
 @functools.cache
 def lived(prefix_caching=True):
-    """Sequence 0 of 26 tokens, which has given back blocks of group 1, and a fork."""
+    """Return a sequence of 26 tokens that released blocks of group 1, and its fork."""
     cache, opened = jkv.allocate(grouped_cache(prefix_caching=prefix_caching), [0])
     jkv.raise_for_status(opened)
-    cache = run(run(cache, TEXT), [21, 22, 23, 24, 25, 26])
+    cache = run(run(cache, SEQUENCE), [21, 22, 23, 24, 25, 26])
     cache, forked = jkv.fork(cache, 0)
     jkv.raise_for_status(forked)
     return cache
@@ -52,7 +54,7 @@ def assert_found(cache, message):
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_cache_as_it_should_be_passes(prefix_caching):
+def test_a_valid_cache_passes(prefix_caching):
     cache = lived(prefix_caching)
     jkv.check(cache)
     assert jkv.kept_from(cache).tolist()[:2] == [12, 12]
@@ -64,9 +66,9 @@ def test_a_cache_as_it_should_be_passes(prefix_caching):
     "name, index, value, invariant",
     [
         ("reference_counts", 6, 5, "reference_counts"),
-        ("num_mapped_blocks", 0, 6, "block_tables"),  # one more is named
+        ("num_mapped_blocks", 0, 6, "block_tables"),  # one more is mapped
         ("num_mapped_blocks", 7, 1, "block_tables"),
-        ("block_tables", (0, 0), 0, "block_tables"),  # of a column given back
+        ("block_tables", (0, 0), 0, "block_tables"),  # of a released column
         ("block_tables", (0, 4), 19, "reference_counts"),
     ],
 )
@@ -88,7 +90,7 @@ def test_blocks_in_the_window_must_be_mapped():
     blocks[:2, 3:5] = group.num_blocks
     counts = changed(group.reference_counts, sorted(missing), 0)
     ring = group.free_blocks
-    # The blocks that are not named any more enter the ring, as if they had been freed.
+    # The unmapped blocks enter the ring, as if they had been freed.
     head, span = ring.bounds[:2].tolist()
     spots = (head + span + np.arange(len(missing))) % ring.ids.shape[0]
     bounds = np.array(ring.bounds)
@@ -121,7 +123,7 @@ def test_the_ring_of_a_group():
 
 
 class TestBeside:
-    """Data beside the indexed blocks equal their sequences' own data there."""
+    """Indexed blocks of other groups match the leading group's sequences."""
 
     def with_beside(self, cache, **changes):
         (beside,) = cache.metadata.index.followers
@@ -131,7 +133,7 @@ class TestBeside:
         return with_metadata(cache, index=index)
 
     def columns(self, cache, *columns):
-        """The blocks of sequence 0 in some columns, of each group."""
+        """Return the blocks of sequence 0 in some columns, of each group."""
         groups = cache.metadata.groups
         return [[int(g.block_tables[0, c]) for c in columns] for g in groups]
 
@@ -166,7 +168,7 @@ class TestBeside:
         ):
             jkv.check(self.with_beside(cache, **changes))
 
-    def test_is_not_written_any_more(self):
+    def test_is_not_written_again(self):
         cache = lived()
         (leading, _), (_, tail) = self.columns(cache, 4, 6)
         (beside,) = cache.metadata.index.followers
@@ -187,7 +189,7 @@ def test_the_shapes_of_a_group():
 
 
 def recount(cache, number):
-    """The statistics of a group, counted entry by entry in plain Python."""
+    """Return a group's statistics, counted entry by entry in plain Python."""
     group = cache.metadata.groups[number]
     entries = [
         b for b in group.block_tables.reshape(-1).tolist() if b < group.num_blocks
@@ -214,7 +216,7 @@ def test_stats_of_groups_and_of_all():
     # 26 tokens in 7 blocks, and a copy of the tail for the fork.
     assert full.allocations == windowed.allocations == 8
     assert (full.live_blocks, full.pinned_blocks, full.cached_blocks) == (7, 6, 0)
-    # Columns 0 to 2 were given back and are found still.
+    # Columns 0 to 2 were released and are still indexed.
     assert (windowed.live_blocks, windowed.pinned_blocks) == (4, 3)
     assert windowed.cached_blocks == 3 and stats.tokens == 26
 
@@ -227,7 +229,7 @@ def test_stats_print_in_a_few_lines():
     assert len(lines) < 14 and max(map(len, lines)) < 88
 
 
-def test_memory_is_that_of_all_groups():
+def test_memory_covers_all_groups():
     cache = lived()
     profile = jkv.memory_profile(cache)
     leaves = jax.tree.leaves((cache.metadata, cache.storage))
@@ -242,7 +244,7 @@ def test_memory_is_that_of_all_groups():
     assert "storage.1.key_pool" in profile.report()
 
 
-def test_fragmentation_is_of_all_groups():
+def test_fragmentation_covers_all_groups():
     cache, opened = jkv.allocate(grouped_cache(), [40, 4])
     cache, _ = jkv.free(cache, 0)
     found = jkv.fragmentation(cache)
@@ -254,7 +256,7 @@ def test_fragmentation_is_of_all_groups():
 
 
 class TestDebugMode:
-    """A fault found on one group is found on several."""
+    """Faults are also detected with several groups."""
 
     def watched(self, prefix_caching=False):
         cache = jkv.debug(grouped_cache(prefix_caching=prefix_caching))
@@ -266,16 +268,16 @@ class TestDebugMode:
         return jnp.ones((batch.num_rows, 1, 6), jnp.float32)
 
     def findings(self, cache):
-        """Return the error of `check`; eager steps may copy the pools."""
+        """Return the findings of `check`; eager steps may copy the pools."""
         try:
             jkv.check(cache)
         except jkv.DebugError as error:
             return [text for text in error.findings if "not donated" not in text]
         return []
 
-    def test_a_program_as_it_should_be_is_left_alone(self):
+    def test_a_valid_program_has_no_findings(self):
         cache = self.watched(prefix_caching=True)
-        cache = run(run(cache, TEXT), [3, 1])
+        cache = run(run(cache, SEQUENCE), [3, 1])
         cache, status = jkv.truncate(cache, 0, 21)
         jkv.raise_for_status(status)
         assert self.findings(cache) == []
@@ -303,7 +305,7 @@ class TestDebugMode:
         (finding,) = self.findings(cache)
         assert f"attend reads layer {layer} before this step" in finding
 
-    def test_a_traced_layer_that_does_not_exist(self):
+    def test_an_invalid_traced_layer(self):
         cache = self.watched()
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -316,7 +318,7 @@ class TestDebugMode:
         cache, _ = wrong(cache, jnp.int32(0))
         jkv.check(cache)
         cache, _ = wrong(cache, jnp.int32(1))
-        # The step before it was written to one layer only.
+        # The previous step wrote only one layer.
         unwritten, finding = sorted(self.findings(cache))
         assert "written to all layers" in unwritten
         assert "a layer that does not exist: there are 1 in group 0" in finding
@@ -329,7 +331,7 @@ class TestDebugMode:
         (finding,) = self.findings(cache)
         assert "written to all layers" in finding
 
-    def test_a_pool_of_one_group_that_is_not_donated(self):
+    def test_an_undonated_pool_of_one_group(self):
         cache = self.watched()
         storage = jax.tree.map(lambda pool: pool + 1, cache.storage[1])
         with pytest.raises(jkv.DebugError, match="was not donated"):

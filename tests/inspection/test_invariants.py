@@ -1,4 +1,4 @@
-"""check: every wrong entry of the metadata is found."""
+"""check: every wrong entry of the metadata is detected."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.one_end
 
 
 def shared():
-    """Sequence 1 of two full blocks, its fork 2; the two blocks of 0 are free again."""
+    """Return sequence 1 of two full blocks and its fork 2; sequence 0 was freed."""
     cache, _ = fork(opened(6, 8), 1)
     cache, _ = free(cache, 0)
     jkv.check(cache)
@@ -31,7 +31,7 @@ def shared():
 
 
 def changed(array, index, value):
-    """A copy of an array with one other entry."""
+    """Return a copy of an array with one changed entry."""
     copy = np.array(array)
     copy[index] = value
     return copy
@@ -44,7 +44,7 @@ def find_array(cache, name, group=0):
 
 
 def wrong_values(array):
-    """Each entry of an array, changed in ways that no fault would hide."""
+    """Yield each entry of an array with values that must be detected."""
     flat = np.asarray(array).reshape(-1)
     for index in range(flat.size):
         if flat.dtype == np.bool_:
@@ -57,7 +57,7 @@ def wrong_values(array):
 
 
 @pytest.mark.parametrize("name", ["num_mapped_blocks", "is_open", "reference_counts"])
-def test_any_wrong_entry_is_found(name):
+def test_any_wrong_entry_is_detected(name):
     cache = shared()
     for index, value, array in wrong_values(find_array(cache, name)):
         with pytest.raises(jkv.InvariantError):
@@ -66,12 +66,12 @@ def test_any_wrong_entry_is_found(name):
 
 
 @pytest.mark.parametrize("name", ["free_blocks", "free_rows"])
-def test_any_wrong_number_of_a_ring_is_found(name):
+def test_any_wrong_number_of_a_ring_is_detected(name):
     cache = shared()
     ring = find_array(cache, name)
     for index, value, array in wrong_values(ring.bounds):
         if index == 0:
-            continue  # another head may name the same ids
+            continue  # another head may select the same ids
         if index == 3 and 0 <= value <= int(ring.count):
             continue  # the ring may have been that short once
         if index > 3:
@@ -86,24 +86,24 @@ def test_any_wrong_number_of_a_ring_is_found(name):
     "name, index, value",
     [
         ("block_tables", (1, 0), 7),  # a free block
-        ("block_tables", (1, 1), 2),  # named twice
+        ("block_tables", (1, 1), 2),  # mapped twice
         ("block_tables", (1, 0), 8),  # not mapped
         ("block_tables", (1, 0), -1),
-        ("context_lengths", 1, 9),  # no block for it
+        ("context_lengths", 1, 9),  # without a block for it
         ("context_lengths", 1, -1),
-        ("context_lengths", 0, 1),  # closed, not empty
+        ("context_lengths", 0, 1),  # closed, but not empty
         ("context_lengths", 1, 7),  # a shared tail
     ],
 )
 def test_live_entries_of_tables_and_lengths(name, index, value):
-    """Entries past the end mean nothing."""
+    """Entries past the end have no meaning."""
     cache = shared()
     wrong = changed(find_array(cache, name), index, value)
     with pytest.raises(jkv.InvariantError):
         jkv.check(with_metadata(cache, **{name: wrong}))
 
 
-def test_rings_name_each_id_once():
+def test_rings_contain_each_id_once():
     cache = shared()
     free_blocks, rows = (find_array(cache, n) for n in ("free_blocks", "free_rows"))
     head = int(free_blocks.head)
@@ -119,7 +119,7 @@ def test_rings_name_each_id_once():
 
 
 def reusable():
-    """Two cached blocks, the second the child of the first, which is taken after it."""
+    """Return two cached blocks, parent and child; the child is evicted first."""
     cache, _ = allocate(small_cache(prefix_caching=True), 0)
     cache, step = append(cache, 0, 9, tokens=range(9))
     cache, _ = free(write_tokens(cache, step, range(9)), 0)
@@ -132,7 +132,7 @@ def reusable():
     return cache, parent, child
 
 
-def test_an_indexed_block_has_the_domain_of_its_parent():
+def test_an_indexed_block_has_the_salt_of_its_parent():
     cache, _, child = reusable()
     index = cache.metadata.index
     wrong = dataclasses.replace(index, salts=changed(index.salts, child, 1))
@@ -140,7 +140,7 @@ def test_an_indexed_block_has_the_domain_of_its_parent():
         jkv.check(with_metadata(cache, index=wrong))
 
 
-def test_a_cached_block_is_taken_before_its_parent():
+def test_a_cached_block_is_evicted_before_its_parent():
     cache, parent, child = reusable()
     ring = find_array(cache, "free_blocks")
     ids, places = np.array(ring.ids), np.array(ring.indices)
@@ -151,7 +151,7 @@ def test_a_cached_block_is_taken_before_its_parent():
         jkv.check(with_metadata(cache, free_blocks=ring))
 
 
-def test_a_cache_as_it_should_be_passes():
+def test_a_valid_cache_passes():
     for cache in (shared(), opened(), opened(14, 14)):
         jkv.check(cache)
         jkv.check(jax.tree.map(jnp.asarray, cache))

@@ -1,4 +1,4 @@
-"""stats and memory_profile against recounts on the host and figures by hand."""
+"""stats and memory_profile, compared with recounts on the host and by hand."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.one_end
 
 
 def churned(**changes):
-    """Sequence 0 of 6 tokens, its fork 3, two more; one freed, two calls refused."""
+    """Return a cache after forks, a free and refused requests."""
     cache = opened(6, 5, 9, **changes)
     cache, _ = fork(cache, [0])
     cache, _ = free(cache, [1, 1])
@@ -37,7 +37,7 @@ def churned(**changes):
 
 
 def recounted(cache):
-    """The statistics of the state, counted entry by entry in plain Python."""
+    """Return the statistics of the state, counted entry by entry in plain Python."""
     meta = cache.metadata
     rows = [
         [b for b in row if b != cache.num_blocks]
@@ -53,7 +53,7 @@ def recounted(cache):
     )
 
 
-def test_the_state_is_a_recount():
+def test_the_state_equals_a_recount():
     for cache in (small_cache(), opened(6, 5, 9), churned()):
         found = jkv.stats(cache)
         for name, number in recounted(cache).items():
@@ -62,17 +62,17 @@ def test_the_state_is_a_recount():
 
 
 def test_counters_by_hand():
-    # 2 + 2 + 3 blocks appended, 1 copied in the fork; sequence 1 gave back 2.
+    # 2 + 2 + 3 blocks appended, 1 copied in the fork; sequence 1 released 2.
     stats = jkv.stats(churned())
     assert (stats.allocations, stats.frees, stats.peak_blocks) == (8, 2, 8)
     refused = {s: n for s, n in stats.refusals.items() if n}
-    # 40 tokens are past the context of 14.
+    # 40 tokens exceed the context of 14.
     assert refused == {
         Status.CONTEXT_FULL: 1,
         Status.INVALID_ARGUMENT: 1,
         Status.INVALID_SEQUENCE: 1,
     }
-    # Three times allocate and append, fork, free; the last allocate served nobody.
+    # Three times allocate and append, fork, free; the last allocate served no request.
     assert stats.clock == 8
     assert stats.last_compaction is None and stats.compactions == 0
     assert stats.evicted_sequences == stats.evicted_blocks == 0
@@ -112,14 +112,14 @@ def test_counters_carry_into_64_bits():
 
 
 def test_a_sum_of_lengths_past_32_bits():
-    # No cache this long fits a test, the sum alone does.
+    # No cache this long fits a test, but the sum does.
     lengths = jnp.array([2**31 - 1] * 5 + [0, 7], jnp.int32)
     low, high = _wide_sum(lengths).tolist()
     assert low + (high << 32) == 5 * (2**31 - 1) + 7
 
 
 def test_indexed_blocks_are_pinned_or_cached():
-    """By the index's definition; three blocks are marked by hand, two of them free."""
+    """By definition of the index; three blocks are marked by hand, two of them free."""
     cache = opened(6, prefix_caching=True)  # blocks 0 and 1 are live
     hashes = np.array(cache.metadata.index.hashes)
     hashes[[0, 5, 7]] = 9
@@ -157,7 +157,7 @@ def test_values_do_not_retrace():
         sums(cache.metadata)
 
 
-def test_an_empty_pool_is_not_used():
+def test_an_empty_pool_has_no_utilization():
     stats = jkv.stats(small_cache())
     assert stats.utilisation == 0.0 and stats.hit_rate == 0.0
     assert stats.peak_blocks == stats.allocations == stats.frees == 0
@@ -165,7 +165,7 @@ def test_an_empty_pool_is_not_used():
     assert jkv.memory_profile(small_cache()).efficiency == 1.0
 
 
-def test_the_peak_outlives_the_use():
+def test_the_peak_is_kept_after_freeing():
     cache = opened(14, 9)
     cache, _ = free(cache, [0, 1])
     stats = jkv.stats(cache)
@@ -190,7 +190,7 @@ def test_printed_in_a_few_lines():
     assert len(lines) < 12 and max(map(len, lines)) < 88
 
 
-def test_used_and_free_are_the_storage():
+def test_used_and_free_bytes_equal_the_storage():
     profile = jkv.memory_profile(churned())
     # One layer, one head, 4 tokens, 2 + 2 floats: 64 bytes a block; 6 are live.
     assert profile.used_bytes == 6 * 64 and profile.free_bytes == 2 * 64
@@ -199,17 +199,17 @@ def test_used_and_free_are_the_storage():
 
 def test_efficiency_counts_a_shared_token_once():
     # Sequence 0 has blocks of 4 and 2 tokens, its fork the same 4 and a copy of the 2:
-    # 8 tokens in 3 blocks, though the lengths add up to 12.
+    # 8 tokens in 3 blocks, although the lengths add up to 12.
     cache, _ = fork(opened(6), [0])
     profile = jkv.memory_profile(cache)
     assert (profile.tokens, profile.cells) == (8, 12)
     assert profile.efficiency == 8 / 12
-    # A reservation is mapped and holds nothing.
+    # A reservation maps blocks without tokens.
     cache, _ = allocate(cache, [8])
     assert jkv.memory_profile(cache).efficiency == 8 / 20
 
 
-def test_efficiency_is_a_recount():
+def test_efficiency_equals_a_recount():
     cache = churned()
     cache = grow(cache, 3, [1, 2, 3])
     cells = set()
@@ -219,7 +219,7 @@ def test_efficiency_is_a_recount():
     assert jkv.memory_profile(cache).tokens == len(cells)
 
 
-def test_for_people_and_for_machines():
+def test_printed_and_as_a_dict():
     profile = jkv.memory_profile(churned())
     report = profile.report()
     assert "storage     512 B: 384 B used, 128 B free" in report
@@ -231,7 +231,7 @@ def test_for_people_and_for_machines():
     assert profile.to_dict()["efficiency"] == 17 / 24
 
 
-def test_beside_the_devices_own_account(monkeypatch):
+def test_compared_with_the_devices_memory_statistics(monkeypatch):
     cache = small_cache()
     cpu = jax.devices("cpu")[0]
     profile = jkv.memory_profile(cache)

@@ -1,4 +1,4 @@
-"""JkvRollout beside tunix's own engine, and under its trainer's hands."""
+"""JkvRollout, compared with Tunix's own engine, and used like its trainer does."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 import qwix
 from flax import nnx
 from jax.sharding import Mesh
-from support.tunix_models import (
+from support.models.tunix_models import (
     EOS,
     MODELS,
     PAD,
@@ -24,10 +24,10 @@ from tunix.rl.rollout import base_rollout
 from jkv.integrations.tunix import JkvRollout
 from jkv.integrations.tunix.weights import put_module, update
 
-# Nine tokens with the one that begins a text.
+# Nine tokens, including the beginning-of-sequence token.
 PROMPTS = ["to be or", "not to b", "that is ", "to be or"]
 SHORTER = ["to be or", "not", "that is", "to be or"]
-TOLERANCE = 2e-5  # of logprobs in float32, summed in another order
+TOLERANCE = 2e-5  # float32 logprobs summed in another order
 
 
 def padded(rows, width=12):
@@ -47,9 +47,9 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_and_logprobs_equal_vanilla(name):
-    """In a pool in which two sequences run at a time, and must wait for blocks."""
+    """Two sequences run at a time in the pool, and wait for blocks."""
     module = make_model(name)
-    # tunix measures the window of Gemma 2 from the first column, padding included.
+    # Tunix measures Gemma 2's window from the first column, including padding.
     prompts = PROMPTS if name == "gemma2" else SHORTER
     theirs = make_vanilla(module).generate(prompts, options())
     assert all(PAD not in row for row in theirs.tokens)
@@ -63,7 +63,7 @@ def test_greedy_tokens_and_logprobs_equal_vanilla(name):
 
 # One compiled loop for the tests below: two prompts, four times each.
 BATCH = ["to be or"] * 4 + ["not"] * 4
-LENGTHS = 9, 4  # with the token that begins a text
+LENGTHS = 9, 4  # including the beginning-of-sequence token
 DRAWN = options(top_p=1.0, temperature=0.7)
 
 
@@ -79,7 +79,7 @@ def shared_rollout(module):
 
 @pytest.fixture
 def rollout(shared_rollout):
-    """An engine without other tests' requests and their weights."""
+    """The engine, without other tests' requests and weights."""
     weights = nnx.state(make_model("qwen3"), nnx.Param)
     shared_rollout.update_params(weights, (nnx.Param,))
     shared_rollout._num_calls = 0
@@ -138,7 +138,7 @@ def test_logprobs_at_a_temperature_equal_the_trainers(rollout, module):
     ):
         seen = len(tokens) if PAD not in tokens else tokens.tolist().index(PAD)
         np.testing.assert_allclose(row[:seen], logps[:seen], atol=TOLERANCE)
-    # The rollout's own are at temperature 1, as vanilla's.
+    # The rollout's own are at temperature 1, like vanilla's.
     ours = rollout.get_per_token_logps(
         jnp.array(output.left_padded_prompt_tokens), jnp.array(completions)
     )
@@ -146,14 +146,14 @@ def test_logprobs_at_a_temperature_equal_the_trainers(rollout, module):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
-    """Completions of other lengths, groups that are mixed, one ended by its padding."""
+def test_logps_equal_vanilla_and_a_prompt_is_computed_once(name):
+    """Completions of other lengths, mixed groups, and one ended by its padding."""
     module = make_model(name)
     rollout = JkvRollout(module, Alphabet(), block_size=4)
     rng = np.random.default_rng(3)
     draw = [rng.integers(3, 20, n).tolist() for n in (9, 9, 9, 6, 6, 6)]
     long, short = draw[0], [PAD] * 3 + draw[3]
-    if name == "gemma2":  # tunix measures its window from the padding on
+    if name == "gemma2":  # Tunix measures its window from the padding on
         short = draw[1]
     prompts = np.array([long, short, short, long, long, short], np.int32)
     completions = rng.integers(3, 20, (6, 7)).astype(np.int32)
@@ -181,7 +181,7 @@ def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
 
 
 def test_logps_after_a_generated_pad_token_equal_the_sampled_ones(rollout, module):
-    """A padding token inside a text is one of its tokens; one outside is not."""
+    """A padding token within a sequence counts; outside it does not."""
     rng = np.random.default_rng(5)
     prompts = rng.integers(3, 20, (3, 6)).astype(np.int32)
     prompts[0, [1, 2]] = prompts[1, 5] = PAD
@@ -189,7 +189,7 @@ def test_logps_after_a_generated_pad_token_equal_the_sampled_ones(rollout, modul
     completions[0, [0, 2]] = completions[1, 3] = PAD
     completions[1, 5:] = completions[2, :] = PAD
     ours = np.asarray(rollout.get_per_token_logps(prompts, completions))
-    unused = 21  # with which nothing counts as padding
+    unused = 21  # marks no token as padding
     expected = common.compute_per_token_logps(
         *nnx.split(module),
         prompt_tokens=jnp.array(prompts),
@@ -215,14 +215,14 @@ def test_logps_of_a_prompt_without_tokens_are_refused(rollout):
         rollout.get_per_token_logps(np.array([[PAD, 5], [PAD, PAD]]), np.ones((2, 3)))
 
 
-def test_top_k_and_top_p_leave_the_likely_tokens(rollout):
+def test_top_k_and_top_p_keep_the_likely_tokens(rollout):
     greedy = rollout.generate(BATCH, options())
     for fields in (dict(top_k=1, top_p=1.0), dict(top_p=1e-6)):
         output = rollout.generate(BATCH, options(temperature=0.7, **fields))
         assert output.text == greedy.text
 
 
-def test_a_run_repeats_itself_from_its_seed(rollout):
+def test_a_run_is_reproducible_from_its_seed(rollout):
     def run(seed):
         rollout._num_calls = 0
         drawn = options(top_p=1.0, seed=seed)
@@ -240,14 +240,14 @@ def test_prompts_are_cached_until_the_weights_change(rollout, module):
     rollout.generate(BATCH, options())
     assert int(rollout.statistics.cached_tokens) > 0
 
-    # As an optimiser does, which shares the weights and says nothing.
+    # As an optimizer does, which shares the weights without a call.
     nnx.update(module, other_weights())
     output = rollout.generate(BATCH, options())
     assert int(rollout.statistics.cached_tokens) == 0
     assert_same(output, make_vanilla(module).generate(BATCH, options()))
 
 
-def test_update_params_stays_off_the_host_and_forgets(rollout):
+def test_update_params_copies_nothing_to_the_host_and_clears_prefixes(rollout):
     rollout.generate(BATCH, options())
     weights = other_weights()
     with (
@@ -261,7 +261,7 @@ def test_update_params_stays_off_the_host_and_forgets(rollout):
         rollout.update_params({"other": jnp.zeros(3)})
 
 
-def test_logits_that_are_not_numbers_are_an_error(rollout, module):
+def test_nan_logits_are_an_error(rollout, module):
     norm = module.final_norm.w
     norm[...] = norm[...].at[0].set(jnp.nan)
     with pytest.raises(FloatingPointError, match=r"logits of prompts\[0\] are NaN"):
@@ -269,14 +269,14 @@ def test_logits_that_are_not_numbers_are_an_error(rollout, module):
 
 
 @pytest.mark.parametrize(
-    "prompts, said",
+    "prompts, message",
     [([], "pass at least one"), (["a", ""], r"prompts\[1\] has no tokens")],
 )
 def test_prompts_that_cannot_be_continued_are_refused(
-    rollout, prompts, said, monkeypatch
+    rollout, prompts, message, monkeypatch
 ):
     monkeypatch.setattr(rollout._tokenizer, "bos_id", lambda: 0)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         rollout.generate(prompts, options())
 
 
@@ -285,7 +285,7 @@ def test_an_unknown_model_is_refused_by_name():
         JkvRollout(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), Alphabet())
 
 
-def test_a_copy_in_another_dtype_follows_the_trainer():
+def test_a_copy_in_another_dtype_follows_the_trainers_weights():
     theirs = make_model("qwen3")
     ours = put_module(theirs, None, jnp.bfloat16)
     assert ours is not theirs and put_module(theirs, None, jnp.float32) is theirs
@@ -298,8 +298,8 @@ def test_a_copy_in_another_dtype_follows_the_trainer():
         np.testing.assert_array_equal(our_leaf, leaf.astype(jnp.bfloat16))
 
 
-def test_adapters_of_a_model_are_run():
-    """LoRA, as tunix's trainers use it: weights beside weights, found by the layers."""
+def test_adapters_are_applied():
+    """LoRA as in Tunix's trainers: weights beside weights, applied by the layers."""
     base = make_model("qwen3")
     provider = qwix.LoraProvider(module_path=".*(_proj)", rank=2, alpha=2.0)
     module = qwix.apply_lora_to_model(
@@ -317,8 +317,8 @@ def test_adapters_of_a_model_are_run():
 
 @pytest.mark.filterwarnings("ignore:.with mesh.*:DeprecationWarning")
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_weights_may_be_sharded_over_a_mesh():
-    """Rollouts elsewhere than the trainer, which is how a copy comes about."""
+def test_weights_may_be_resharded_over_a_mesh():
+    """Rollouts on other devices than the trainer need a copy."""
     theirs = make_model("qwen3")
     vanilla = make_vanilla(theirs)
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
@@ -330,7 +330,7 @@ def test_weights_may_be_sharded_over_a_mesh():
     with mesh:
         expected = vanilla.generate(SHORTER, options())
         assert_same(rollout.generate(SHORTER, options()), expected)
-        # The trainer goes on, on its own device, and hands its weights over.
+        # The trainer continues on its own device, and passes its weights.
         nnx.update(theirs, other_weights())
         rollout.update_params(nnx.state(theirs, nnx.Param), (nnx.Param,))
         updated = rollout.model().layers[0].mlp.up_proj.kernel[...]
@@ -340,7 +340,7 @@ def test_weights_may_be_sharded_over_a_mesh():
     assert_same(changed, make_vanilla(theirs).generate(SHORTER, options()))
 
 
-def test_it_is_an_engine_as_the_trainer_makes_it():
+def test_the_trainer_can_construct_the_engine():
     assert issubclass(JkvRollout, base_rollout.BaseRollout)
     made = JkvRollout(
         rollout_actor=make_model("qwen3"),

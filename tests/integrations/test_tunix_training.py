@@ -1,4 +1,4 @@
-"""tunix's GRPO trainer with JkvRollout as its engine, and the page that says how."""
+"""Tunix's GRPO trainer with JkvRollout as its engine, and the documented example."""
 
 import doctest
 import functools
@@ -14,7 +14,7 @@ from tunix.rl import utils as rl_utils
 
 from jkv.integrations.tunix import JkvRollout
 
-# The trainer enters its meshes the way that JAX would rather not see.
+# The trainer enters its meshes in a way that JAX deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.with mesh.*:DeprecationWarning")
 
 
@@ -27,16 +27,16 @@ def test_rollouts_follow_the_weights_of_the_trainer():
     trained = cluster.actor_trainer.model
     assert rl_utils.is_sharing_weights(trained, cluster.rollout.model())
     assert (before != trained.embedder.input_embedding[...]).all()
-    # Each step had new weights: it had no cache hits on the step before, and equal
-    # prompts of a step were computed once.
+    # Each step had new weights, so no cache hits on the previous step; equal prompts of
+    # a step were computed once.
     tokens = len("say c")
     computed = int(cluster.rollout.statistics.prompt_tokens)
     assert computed <= tokens * train_with_tunix.PROMPTS
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
-    """The trainer hands them over by `update_params`; the engine has arguments."""
+def test_rollouts_on_other_devices_get_all_weights(monkeypatch):
+    """The trainer passes them by `update_params`; the engine has arguments."""
     engine = functools.partial(JkvRollout, num_blocks=300, prefix_caching=False)
     device = np.array(jax.devices()[1:2]).reshape(1, 1)
     elsewhere = jax.sharding.Mesh(device, ("fsdp", "tp"))
@@ -62,7 +62,7 @@ def test_rollouts_on_their_own_device_get_all_weights(monkeypatch):
 
 @pytest.mark.parametrize("exact", [False, (64, 64)], ids=["usual", "exact"])
 def test_ratios_to_reported_logps(exact):
-    """They are 1 to the bit with `exact`, in a pass that is differentiated."""
+    """Ratios are exactly 1 with `exact`, in a differentiated pass."""
     engine = functools.partial(JkvRollout, exact=exact)
     run = dict(seed=0, num_steps=2, reported=True)
     cluster = train_with_tunix.make_cluster(engine, **run)

@@ -1,4 +1,4 @@
-"""Logits processors, each against a few lines of plain Python on random texts."""
+"""Logits processors, each compared with plain Python on random sequences."""
 
 import dataclasses
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import plain_processors
-from support.plain_processors import PlainProcessor
+from support.decoding import plain_processors
+from support.decoding.plain_processors import PlainProcessor
 
 import jkv
 from jkv.logits_processors import (
     AllowedTokens,
-    BannedTexts,
+    BannedSequences,
     MinimumLength,
     NoRepeatedNgrams,
     ThinkingBudget,
@@ -22,7 +22,7 @@ from jkv.logits_processors import (
 )
 
 pytestmark = pytest.mark.one_end
-TEXTS, MOST, NEW, VOCABULARY = 48, 8, 10, 6
+SEQUENCES, MOST, NEW, VOCABULARY = 48, 8, 10, 6
 BANS = [[[1, 2], [3], [2, 2, 4]], [[0, 1, 0], [5, 5], [4, 4]]]
 TAGS = [([1], [2]), ([1, 2], [2, 2, 3]), ([0, 1], [1, 0]), ([1], [2, 1])]
 
@@ -47,29 +47,29 @@ def padded(lists, width):
 
 
 def play(processor, plain_of, seed=0):
-    """Compare the allowed tokens after each of the new tokens of random texts.
+    """Compare the allowed tokens after each new token of random sequences.
 
     Args:
-      processor: a `LogitsProcessor`.
-      plain_of: from a variant and a prompt to a `PlainProcessor`.
-      seed: of the texts.
+        processor: a `LogitsProcessor`.
+        plain_of: from a variant and a prompt to a `PlainProcessor`.
+        seed: of the sequences.
 
     Returns:
-      The share of tokens that were forbidden, and the forced tokens of each step, with
-      the texts: (prompt, new, token).
+        The share of masked tokens, and the forced tokens of each step with their
+        sequences: (prompt, new, token).
     """
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, MOST + 1, TEXTS)
+    lengths = rng.integers(1, MOST + 1, SEQUENCES)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in lengths]
-    variants = rng.integers(0, processor.num_variants, TEXTS).astype(np.int32)
+    variants = rng.integers(0, processor.num_variants, SEQUENCES).astype(np.int32)
     plain = [plain_of(v, prompt) for v, prompt in zip(variants, prompts, strict=True)]
     new = [[] for _ in prompts]
     state = begin(processor, variants, padded(prompts, MOST))
-    logits = rng.standard_normal((TEXTS, VOCABULARY)).astype(np.float32)
-    shares, told = [], []
+    logits = rng.standard_normal((SEQUENCES, VOCABULARY)).astype(np.float32)
+    shares, reported = [], []
     for _ in range(NEW):
-        # Rows come in any order.
-        order = rng.permutation(TEXTS)
+        # Rows in any order.
+        order = rng.permutation(SEQUENCES)
         rows = jax.tree.map(lambda array, order=order: array[order], state)
         processed_logits, forced = process(processor, rows, logits)
         allowed = np.array([plain[i].allowed(new[i]) for i in order])
@@ -78,12 +78,12 @@ def play(processor, plain_of, seed=0):
         )
         shares.append(1 - allowed.mean())
         if forced is not None:
-            told += [
+            reported += [
                 (prompts[i], list(new[i]), int(token))
                 for i, token in zip(order, forced, strict=True)
             ]
-        # Some texts get no token.
-        tokens = rng.integers(-1, VOCABULARY, TEXTS).astype(np.int32)
+        # Some sequences get no token.
+        tokens = rng.integers(-1, VOCABULARY, SEQUENCES).astype(np.int32)
         before = jax.tree.map(jnp.copy, state)
         state = advance(processor, state, tokens)
         jax.tree.map(
@@ -93,13 +93,13 @@ def play(processor, plain_of, seed=0):
             before,
             state,
         )
-        for text, token in zip(new, tokens.tolist(), strict=True):
-            text += [token] if token >= 0 else []
-    return np.mean(shares), told
+        for sequence, token in zip(new, tokens.tolist(), strict=True):
+            sequence += [token] if token >= 0 else []
+    return np.mean(shares), reported
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_no_ngram_comes_twice(size):
+def test_no_ngram_is_repeated(size):
     rule = plain_processors.repeated_ngrams(size)
     share, _ = play(
         NoRepeatedNgrams(size, max_new_tokens=NEW),
@@ -108,18 +108,18 @@ def test_no_ngram_comes_twice(size):
     assert share > 0.02
 
 
-def test_ngrams_of_a_text_past_its_limit_forget_the_oldest_tokens():
+def test_ngrams_past_the_length_limit_drop_the_oldest_tokens():
     pairs = NoRepeatedNgrams(2, max_new_tokens=1)
     state = pairs.begin(np.int32([0]), np.int32([[1, 2, 3]]))
     for token in (2, 1):
         state = pairs.advance(state, np.int32([token]))
-    # Of 1 2 3 2 1 the first is forgotten, and so are the tokens behind it.
+    # The first token of 1 2 3 2 1 is dropped, and so is its bigram.
     assert np.isfinite(pairs.process(state, np.zeros((1, 5), np.float32))).all()
     state = pairs.advance(state, np.int32([3]))
     assert pairs.process(state, np.zeros((1, 5), np.float32))[0, 2] == -np.inf
 
 
-def test_no_text_ends_before_its_minimum_length():
+def test_no_completion_ends_before_its_minimum_length():
     ends, least = [2, 4], [0, 3, 7]
     share, _ = play(
         MinimumLength(np.array([2, -1, 4]), np.array(least)),
@@ -160,8 +160,8 @@ def test_only_allowed_tokens_are_left():
     play(AllowedTokens(np.int32([0, -1, 5, 2, 2, 99])), plain_of)
 
 
-def test_variants_have_other_numbers():
-    """Of chained links a text takes different variants, or none."""
+def test_variants_of_a_chain_are_independent():
+    """A sequence has a different variant, or none, in each processor of a chain."""
     least, allowed = [2, 5], [[0, 5, 2], [4, 2, 1]]
     of_lengths, of_tokens = [1, -1, 0, 0], [-1, -1, 1, 0]
 
@@ -184,8 +184,8 @@ def test_variants_have_other_numbers():
         renumber(inner, np.int32(of_lengths)), renumber(tokens, np.int32(of_tokens))
     )
     assert links.num_variants == 4 and links.num_end_tokens == 0
-    share, told = play(links, plain_of)
-    assert 0.2 < share < 0.8 and {token for *_, token in told} == {-1, 2, 4}
+    share, reported = play(links, plain_of)
+    assert 0.2 < share < 0.8 and {token for *_, token in reported} == {-1, 2, 4}
     # A sequence without a variant reads no row.
     state = links.begin(np.int32([-1]), np.int32([[1, 1, 1]]))
     assert np.isfinite(links.process(state, np.zeros((1, 6), np.float32))).all()
@@ -203,32 +203,32 @@ def test_renumbered_processors_end_only_their_sequences():
 
 
 @pytest.mark.parametrize("numbers", [[0, 2], [-2], [[0]], [0.5]])
-def test_numbers_of_no_variant_are_refused(numbers):
+def test_invalid_variants_are_refused(numbers):
     two = MinimumLength(np.int32([1]), np.int32([2, 3]))
     with pytest.raises(ValueError, match="renumber: "):
         renumber(two, np.array(numbers))
 
 
-def test_banned_texts_are_never_completed():
-    texts = np.stack([padded(banned, 3) for banned in BANS])
+def test_banned_sequences_are_never_completed():
+    sequences = np.stack([padded(banned, 3) for banned in BANS])
     share, _ = play(
-        BannedTexts(texts),
+        BannedSequences(sequences),
         lambda variant, prompt: PlainProcessor(
-            [plain_processors.banned_texts(BANS[variant])], prompt, VOCABULARY
+            [plain_processors.banned_sequences(BANS[variant])], prompt, VOCABULARY
         ),
     )
     assert share > 0.05
-    # Of one token each, and a list that is empty.
+    # Banned single tokens, and an empty list.
     play(
-        BannedTexts(np.int32([[5], [-1], [0]])),
+        BannedSequences(np.int32([[5], [-1], [0]])),
         lambda _, prompt: PlainProcessor(
-            [plain_processors.banned_texts([[5], [0]])], prompt, VOCABULARY
+            [plain_processors.banned_sequences([[5], [0]])], prompt, VOCABULARY
         ),
     )
 
 
 @pytest.mark.parametrize("opening, closing", TAGS)
-def test_thought_is_closed_when_its_budget_is_spent(opening, closing):
+def test_thinking_is_closed_when_its_budget_is_spent(opening, closing):
     budgets = [0, 2, 4]
     found = {}
 
@@ -238,12 +238,12 @@ def test_thought_is_closed_when_its_budget_is_spent(opening, closing):
         return PlainProcessor([rule], prompt, VOCABULARY)
 
     tags = np.int32(opening), np.int32(closing)
-    _, told = play(ThinkingBudget(*tags, np.int32(budgets)), plain_of)
-    assert len({token for *_, token in told}) == 1 + len({*closing})
+    _, reported = play(ThinkingBudget(*tags, np.int32(budgets)), plain_of)
+    assert len({token for *_, token in reported}) == 1 + len({*closing})
 
 
-def test_a_thought_has_its_budget_and_the_closing_tag():
-    """A model that would think for ever; the tag is forced from where it is begun."""
+def test_thinking_has_its_budget_and_the_closing_tag():
+    """A model that never stops thinking; the tag is forced from its first token on."""
     brief = ThinkingBudget(np.int32([7]), np.int32([8, 8, 9]), 3)
     for thought, rest in (
         ([1, 1, 1], [8, 8, 9]),
@@ -280,30 +280,32 @@ def test_a_chain_masks_the_union_of_its_links():
     links = chain(
         NoRepeatedNgrams(3, max_new_tokens=NEW),
         MinimumLength(np.int32([2]), np.int32(least)),
-        chain(BannedTexts(padded(BANS[0], 3)), TokenBias(np.int32([0]), np.zeros(1))),
+        chain(
+            BannedSequences(padded(BANS[0], 3)), TokenBias(np.int32([0]), np.zeros(1))
+        ),
         ThinkingBudget(np.int32([1]), np.int32(closing), np.int32([2, 3])),
     )
     assert links.num_variants == 2 and links.num_end_tokens == 0
-    _, told = play(
+    _, reported = play(
         links,
         lambda variant, prompt: PlainProcessor(
             [
                 plain_processors.repeated_ngrams(3),
                 plain_processors.early_ends([2], least[variant]),
-                plain_processors.banned_texts(BANS[0]),
+                plain_processors.banned_sequences(BANS[0]),
                 plain_processors.spent_budgets([1], closing, [2, 3][variant]),
             ],
             prompt,
             VOCABULARY,
         ),
     )
-    assert {token for *_, token in told} == {-1, *closing}
+    assert {token for *_, token in reported} == {-1, *closing}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Says(jkv.LogitsProcessor):
-    """It forces a token, and ends a text, as its fields say."""
+    """Forces a token and ends a sequence, as its fields state."""
 
     token: jax.Array | None
     has_ended: jax.Array | None
@@ -339,17 +341,17 @@ def test_a_chain_combines_forced_tokens_and_ends():
     assert both.num_end_tokens == 3
 
 
-def test_a_token_that_one_link_forces_and_another_forbids_ends_the_text():
+def test_conflicting_forced_and_masked_tokens_end_the_sequence():
     links = chain(
         ThinkingBudget(np.int32([4]), np.int32([7, 5]), 1),
-        BannedTexts(np.int32([[7, 5]])),
+        BannedSequences(np.int32([[7, 5]])),
     )
     state = links.begin(np.int32([0]), np.int32([[4, 3, 7]]))
     assert links.forced(state).tolist() == [5]
     assert jnp.max(links.process(state, jnp.zeros((1, 10)))) == -jnp.inf
 
 
-def test_a_link_with_one_variant_applies_to_all_sequences():
+def test_a_processor_with_one_variant_applies_to_all_sequences():
     links = chain(Says(None, None), MinimumLength(np.int32([1]), np.int32([0, 1, 2])))
     variants, _ = links.begin(np.int32([2, -1, 0]), np.int32([[1], [1], [1]]))
     assert variants.tolist() == [0, -1, 0]
@@ -382,7 +384,10 @@ def test_invalid_chains_are_refused():
             "number of variants, got 2 and 3",
         ),
         (AllowedTokens(np.int32(2)), r"tokens must be int32.A. or .*got int32\[\]"),
-        (BannedTexts(np.int32([2])), r"texts must be int32.F, C. or .*got int32\[1\]"),
+        (
+            BannedSequences(np.int32([2])),
+            r"sequences must be int32.F, C. or .*got int32\[1\]",
+        ),
         (
             ThinkingBudget(np.int32([1]), np.int32([]), 3),
             "at least one token, got 1 and 0",
@@ -404,7 +409,7 @@ def test_wrong_fields_are_named(wrong, message):
 
 
 def test_processors_are_pytrees_of_dynamic_fields():
-    """Static fields are in the structure, so that programs tell it apart."""
+    """Static fields belong to the structure, so that programs differ by them."""
     structures = {
         jax.tree.structure(NoRepeatedNgrams(size, most))
         for size, most in ((2, 8), (3, 8), (2, 9))

@@ -1,41 +1,43 @@
-"""The tokens that transformers forbids are forbidden here, and no others."""
+"""Processors mask exactly the tokens that transformers' processors mask."""
 
 import numpy as np
 import pytest
 
-from jkv.logits_processors import BannedTexts, MinimumLength, NoRepeatedNgrams
+from jkv.logits_processors import BannedSequences, MinimumLength, NoRepeatedNgrams
 
 pytestmark = [
     pytest.mark.one_end,
-    pytest.mark.filterwarnings("default"),  # of torch and transformers themselves
+    pytest.mark.filterwarnings("default"),  # warnings of torch and transformers
 ]
-TEXTS, LENGTH, VOCABULARY = 40, 12, 5
+SEQUENCES, LENGTH, VOCABULARY = 40, 12, 5
 BANNED = [[1, 2], [3], [2, 2, 4], [4, 0]]
 
 
 def random_tokens():
-    return np.random.default_rng(0).integers(0, VOCABULARY, (TEXTS, LENGTH), np.int32)
+    return np.random.default_rng(0).integers(
+        0, VOCABULARY, (SEQUENCES, LENGTH), np.int32
+    )
 
 
 def find_forbidden(logits_processor, num_prompt_tokens):
-    """Return the forbidden tokens behind random texts with a new end."""
+    """Return the masked tokens after random sequences."""
     tokens = random_tokens()
     state = logits_processor.begin(
-        np.zeros(TEXTS, np.int32), tokens[:, :num_prompt_tokens]
+        np.zeros(SEQUENCES, np.int32), tokens[:, :num_prompt_tokens]
     )
     for column in range(num_prompt_tokens, LENGTH):
         state = logits_processor.advance(state, tokens[:, column])
     return np.isinf(
-        logits_processor.process(state, np.zeros((TEXTS, VOCABULARY), np.float32))
+        logits_processor.process(state, np.zeros((SEQUENCES, VOCABULARY), np.float32))
     )
 
 
 def find_expected(make_processor):
-    """The same by a processor of transformers."""
+    """Return the masked tokens by transformers."""
     torch = pytest.importorskip("torch")
     processor = make_processor(pytest.importorskip("transformers"))
     tokens = torch.tensor(random_tokens()).long()
-    scores = processor(tokens, torch.zeros((TEXTS, VOCABULARY)))
+    scores = processor(tokens, torch.zeros((SEQUENCES, VOCABULARY)))
     return np.isinf(scores.numpy())
 
 
@@ -47,10 +49,10 @@ def test_no_repeated_ngrams_equals_transformers(size):
     assert 0 < expected.sum() < expected.size
 
 
-def test_banned_texts_equals_transformers():
+def test_banned_sequences_equals_transformers():
     expected = find_expected(lambda t: t.NoBadWordsLogitsProcessor(BANNED))
-    texts = np.int32([[*banned, *[-1] * (3 - len(banned))] for banned in BANNED])
-    found = find_forbidden(BannedTexts(texts), num_prompt_tokens=LENGTH - 1)
+    sequences = np.int32([[*banned, *[-1] * (3 - len(banned))] for banned in BANNED])
+    found = find_forbidden(BannedSequences(sequences), num_prompt_tokens=LENGTH - 1)
     np.testing.assert_array_equal(found, expected)
     assert expected.sum(axis=0)[[0, 2, 4]].all()
 

@@ -1,7 +1,7 @@
-"""Variation through an interface: a kind of part that the package does not know.
+"""A kind of group that the package does not know, used through its interfaces.
 
-`support.marks` is one. Beside blocks and a state it goes through every verb, to the
-host and to a file and back, and no file of the package says its name.
+`support.marks` defines it. Beside blocks and states it passes through every verb, to
+the host and to a file and back, and no file of the package names it.
 """
 
 import jax
@@ -14,7 +14,7 @@ import jkv
 
 pytestmark = pytest.mark.one_end
 SIZES = dict(max_sequences=4, max_context_length=14, block_size=4)
-MARKS = 1  # the number of the group
+MARKS = 1  # index of the group
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def marks_of(cache, seq_id):
     return int(rows[0, 0])
 
 
-def test_it_goes_with_its_sequence_through_the_verbs(cache):
+def test_verbs_move_it_with_its_sequence(cache):
     assert "marks, 2 layers" in repr(cache)
     cache, forked = jkv.fork(cache, padded([0]))
     child = int(forked.seq_ids[0])
@@ -62,7 +62,7 @@ def test_it_goes_with_its_sequence_through_the_verbs(cache):
     jkv.check(jkv.resize(jkv.compact(cache), 12))
 
 
-def test_it_leaves_and_comes_back(cache, tmp_path):
+def test_it_is_swapped_and_saved(cache, tmp_path):
     cache, swapped = jkv.swap_out(cache, [0])
     cache, back = jkv.swap_in(cache, swapped)
     (seq_id,) = back.seq_ids.tolist()
@@ -76,7 +76,7 @@ def test_it_leaves_and_comes_back(cache, tmp_path):
     jkv.check(loaded)
 
 
-def test_a_further_part_appears_in_host_reports(cache):
+def test_it_appears_in_host_reports(cache):
     assert jkv.memory_profile(cache).total_bytes == cache.nbytes
     assert tuple(jkv.partition_specs(cache, heads="tp").storage[MARKS].rows) == ()
     watched, _ = jkv.append(jkv.debug(cache), padded([0]))

@@ -1,27 +1,27 @@
-"""First and last lanes of many that name the same ids, against a plain loop."""
+"""First and last of several lanes with equal ids, compared with a plain loop."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.metadata import lanes
+from jkv.operations import MOST_COMPARED, find_one, is_first
 
 pytestmark = pytest.mark.one_end
 
 NUM_IDS = 9
-SIZES = [1, 7, lanes.MOST_COMPARED, lanes.MOST_COMPARED + 1, 300]
+SIZES = [1, 7, MOST_COMPARED, MOST_COMPARED + 1, 300]
 
 
 def named(size):
-    """Ids of `size` lanes, some past the end."""
+    """Return ids of `size` lanes, some past the end."""
     return np.random.default_rng(size).integers(0, NUM_IDS + 2, size).astype(np.int32)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_mention_of_each_id(size):
     ids = named(size).tolist()
-    found = lanes.is_first(jnp.asarray(ids, jnp.int32), NUM_IDS)
+    found = is_first(jnp.asarray(ids, jnp.int32), NUM_IDS)
     expected = [i >= NUM_IDS or ids.index(i) == lane for lane, i in enumerate(ids)]
     assert found.tolist() == expected
 
@@ -31,7 +31,7 @@ def test_the_first_mention_of_each_id(size):
 def test_one_lane_of_each_id(size, last):
     ids = named(size)
     ids[ids > NUM_IDS] = NUM_IDS
-    find = jax.jit(lanes.find_one, static_argnames="last")
+    find = jax.jit(find_one, static_argnames="last")
     marks, found = find(jnp.zeros((NUM_IDS,), jnp.int32), ids, last=last)
     chosen = {i: lane for lane, i in enumerate(ids.tolist()) if i < NUM_IDS}
     if not last:

@@ -1,5 +1,4 @@
-"""Commits of many blocks at once: requests are served in order in any trip, and lanes
-of one call may have equal keys."""
+"""Commits of many blocks at once: requests in order, lanes with equal keys."""
 
 import dataclasses
 
@@ -17,11 +16,11 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.metadata.lanes import MOST_COMPARED, find_equals
+from jkv.operations import MOST_COMPARED, find_equals
 
 pytestmark = pytest.mark.one_end
 
-TEXT = [10, 11, 12, 13, 14, 15, 16, 17]
+TOKENS = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def committed(cache, seq_id):
@@ -30,20 +29,20 @@ def committed(cache, seq_id):
 
 @pytest.mark.parametrize("is_decoding", [True, False], ids=["decoding", "any rows"])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["after", "before"])
-def test_a_shared_block_gives_way_to_an_earlier_entry(order, is_decoding):
+def test_a_shared_block_is_replaced_by_an_earlier_entry(order, is_decoding):
     cache, _ = allocate(small_cache(prefix_caching=True), [0, 0])
     for seq_id in range(2):
-        cache, step = append(cache, seq_id, 3, tokens=TEXT[:3])
-        cache = write_tokens(cache, step, TEXT[:3])
+        cache, step = append(cache, seq_id, 3, tokens=TOKENS[:3])
+        cache = write_tokens(cache, step, TOKENS[:3])
     cache, batch = jkv.append(
-        cache, np.array(order, np.int32), tokens=np.full(2, TEXT[3], np.int32)
+        cache, np.array(order, np.int32), tokens=np.full(2, TOKENS[3], np.int32)
     )
     assert batch.is_decoding
     cache, _ = fork(cache, 0)  # its block is full, shared, and not visible
     batch = dataclasses.replace(batch, is_decoding=is_decoding)
     cache = jkv.commit(cache, batch)
     jkv.check(cache)
-    assert match(cache, [[*TEXT[:4], 0]]) == [4]
+    assert match(cache, [[*TOKENS[:4], 0]]) == [4]
     is_after = order == (1, 0)
     assert (table(cache, 0) == table(cache, 1)) == is_after
     assert committed(cache, 0) == (4 if is_after else 0)
@@ -52,24 +51,24 @@ def test_a_shared_block_gives_way_to_an_earlier_entry(order, is_decoding):
 
 def test_blocks_after_a_shared_block_become_visible_with_it():
     cache, _ = allocate(small_cache(prefix_caching=True), [0, 0])
-    cache, step = append(cache, [1, 0], 8, tokens=TEXT * 2)
+    cache, step = append(cache, [1, 0], 8, tokens=TOKENS * 2)
     cache, _ = fork(cache, 0, [4])
-    cache = write_tokens(cache, step, TEXT * 2)
+    cache = write_tokens(cache, step, TOKENS * 2)
     jkv.check(cache)
     assert table(cache, 0) == table(cache, 1) != table(cache, 2)
     assert committed(cache, 0) == committed(cache, 1) == 8
 
 
-NUM_TEXTS, LENGTH = 24, 8
+NUM_SEQUENCES, LENGTH = 24, 8
 
 
-def commit_in_order(texts, tables, is_shared):
-    """The tables of a commit of blocks of one token, request after request."""
+def commit_in_order(sequences, tables, is_shared):
+    """Commit blocks of one token, request by request; return the tables."""
     index, ends = {}, []
-    for text, row, shared in zip(texts, tables, is_shared, strict=True):
+    for sequence, row, shared in zip(sequences, tables, is_shared, strict=True):
         end = 0
         for end, block in enumerate(row):
-            key = tuple(text[: end + 1])
+            key = tuple(sequence[: end + 1])
             if shared[end] and key not in index:
                 break
             row[end] = index.setdefault(key, block)
@@ -80,29 +79,35 @@ def commit_in_order(texts, tables, is_shared):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_call_of_many_trips_goes_on_in_request_order(seed):
-    """Half of the sequences are forked somewhere before the commit."""
-    assert NUM_TEXTS * LENGTH > 2 * MOST_COMPARED
+def test_a_call_of_many_trips_serves_requests_in_order(seed):
+    """Half of the sequences are forked before the commit."""
+    assert NUM_SEQUENCES * LENGTH > 2 * MOST_COMPARED
     rng = np.random.default_rng(seed)
     cache = small_cache(
         prefix_caching=True,
-        num_blocks=NUM_TEXTS * LENGTH,
+        num_blocks=NUM_SEQUENCES * LENGTH,
         block_size=1,
-        max_sequences=2 * NUM_TEXTS,
+        max_sequences=2 * NUM_SEQUENCES,
         max_context_length=LENGTH,
     )
-    cache, opened = jkv.allocate(cache, np.zeros(NUM_TEXTS, np.int32))
-    texts = rng.integers(2, size=(NUM_TEXTS, LENGTH)).astype(np.int32)
-    texts[:, :3] = 0  # many begin alike
+    cache, opened = jkv.allocate(cache, np.zeros(NUM_SEQUENCES, np.int32))
+    sequences = rng.integers(2, size=(NUM_SEQUENCES, LENGTH)).astype(np.int32)
+    sequences[:, :3] = 0  # many share a prefix
     cache, batch = jkv.append(
-        cache, opened.seq_ids, LENGTH, capacity=texts.size, tokens=texts.reshape(-1)
+        cache,
+        opened.seq_ids,
+        LENGTH,
+        capacity=sequences.size,
+        tokens=sequences.reshape(-1),
     )
-    lengths = rng.integers(LENGTH + 1, size=NUM_TEXTS) * rng.integers(2, size=NUM_TEXTS)
+    lengths = rng.integers(LENGTH + 1, size=NUM_SEQUENCES) * rng.integers(
+        2, size=NUM_SEQUENCES
+    )
     parents = np.where(lengths > 0, np.asarray(opened.seq_ids), -1).astype(np.int32)
     cache, _ = jkv.fork(cache, parents, lengths.astype(np.int32))
     before = [table(cache, int(seq_id)) for seq_id in opened.seq_ids]
     is_shared = np.arange(LENGTH)[None] < lengths[:, None]
-    expected, ends = commit_in_order(texts.tolist(), before, is_shared)
+    expected, ends = commit_in_order(sequences.tolist(), before, is_shared)
 
     cache = jkv.commit(cache, batch)
     jkv.check(cache)

@@ -1,4 +1,4 @@
-"""The running sum and the ring, against numpy and a deque."""
+"""The running sum and the ring, compared with numpy and a deque."""
 
 import collections
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jkv.metadata import ring
-from jkv.metadata.xla_cpu import running_sum
+from jkv.operations import running_sum
 from jkv.state import Ring
 
 pytestmark = pytest.mark.one_end
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 1024, 1025, 2048, 2049])
-def test_running_sum_is_a_cumsum(size):
+def test_running_sum_equals_cumsum(size):
     counts = np.random.default_rng(size).integers(0, 2**19, size).astype(np.int32)
     expected = np.cumsum(counts, dtype=np.int32)
     summed = jax.jit(running_sum)(counts)
@@ -23,7 +23,7 @@ def test_running_sum_is_a_cumsum(size):
     np.testing.assert_array_equal(summed, expected)
 
 
-def test_a_ring_is_a_deque():
+def test_a_ring_equals_a_deque():
     random = np.random.default_rng(0)
     capacity, batch = 7, 5
     expected = collections.deque(range(capacity))
@@ -44,7 +44,7 @@ def test_a_ring_is_a_deque():
         state = pop(state, jnp.int32(num))
         fewest = min(fewest, len(expected))
 
-        # Some of the outside ones come back, in their order among the others.
+        # Some of the outside ids return, in their order among the others.
         lanes = np.array((outside + [-1] * batch)[:batch], np.int32)
         entering = (random.random(batch) < 0.5) & (lanes >= 0)
         state = push(state, lanes, jnp.asarray(entering))

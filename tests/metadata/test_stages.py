@@ -1,4 +1,4 @@
-"""Stages: the same values, one computation on CPU, nothing at all elsewhere."""
+"""Stages: equal values, one computation on a CPU, no effect elsewhere."""
 
 import re
 
@@ -10,16 +10,16 @@ import pytest
 from support.compiled_hlo import ALL_PASSES
 
 import jkv
-from jkv.metadata.xla_cpu import stage, unknown
+from jkv.operations import stage, unknown
 
-# Operations that XLA on CPU runs in order, without another thread.
+# Operations that XLA runs in order on a CPU, without another thread.
 MOST_OPERATIONS = 8
 RUNS = re.compile(r" (?:fusion|copy|call|scatter|while|conditional)\(")
 
 
 @stage
 def _shift(state: dict[str, jax.Array], by: jax.Array, *, times: int = 1) -> object:
-    """Change one array of three, and return one that was given beside them."""
+    """Change one of three arrays, and return an argument unchanged."""
     return {**state, "changed": jnp.where(by > 0, state["changed"] + times * by, 0)}, by
 
 
@@ -67,7 +67,7 @@ def test_arrays_passed_through_a_stage_stay_outside():
     assert operands.split(")")[0].count("%") == 2, "the array changed and the addend"
 
 
-def test_only_a_cpu_gets_computations_of_its_own():
+def test_only_a_cpu_gets_separate_computations():
     traced = jax.jit(_shift).trace(_state(), jnp.int32(1))
     texts = {
         platform: traced.lower(lowering_platforms=(platform,)).as_text()
@@ -79,8 +79,8 @@ def test_only_a_cpu_gets_computations_of_its_own():
     assert texts["cpu"].count("inlineable") == 1
 
 
-def test_append_keeps_to_one_thread():
-    # Wide enough to tempt XLA, which splits large work over threads.
+def test_append_runs_on_one_thread():
+    # Wide enough for XLA to split work over threads.
     num_sequences = 1024
     config = jkv.CacheConfig(
         num_layers=1,
@@ -105,7 +105,7 @@ def test_append_keeps_to_one_thread():
         if name in stages:
             seen.add(name)
             assert len(runs) <= MOST_OPERATIONS, computation
-        # Shared blocks are searched for only if requests share any.
+        # Shared blocks are searched only if requests share any.
         if "find_shared_prefixes)/cond/branch_1" in computation:
             continue
         for line in runs:
@@ -118,7 +118,7 @@ def test_append_keeps_to_one_thread():
 
 @pytest.mark.parametrize("platform, is_computed", [("cpu", True), ("rocm", False)])
 def test_a_number_is_hidden_from_one_compiler(platform: str, is_computed: bool) -> None:
-    """Elsewhere it stays a constant: to compute it would be a launch."""
+    """The number stays a constant elsewhere: computing it would be a launch."""
 
     def find(lengths: jax.Array) -> jax.Array:
         return unknown(jnp.int32(3), lengths)

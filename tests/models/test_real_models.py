@@ -1,10 +1,11 @@
-"""Two published models, as GGUF files: a user's results equal `transformers`' own.
+"""Two published models as GGUF files: results equal `transformers`.
 
-A suite of its own, `real-models`: it fetches 350 MB (`tools/models.py`).
+A separate suite, `real-models`: it downloads 350 MB (`tools/models.py`).
 """
 
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import pretrained
 import pytest
 from pretrained.checkpoint import list_names
 from pretrained.files import Tensors, find_tensors
-from support import checkpoint_fixtures as fixtures
-from support import gguf_writing as writing
+from support.checkpoints import checkpoint_fixtures as fixtures
+from support.checkpoints import gguf_writing as writing
 
 import jkv
 
@@ -25,7 +26,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-import models  # noqa: E402, a tool, which is no package
+import models  # noqa: E402, a tool, which is not a package
 
 NAMES = [*models.MODELS]
 TEXTS = (
@@ -52,7 +53,7 @@ def read_reference(path):
 
 
 def assert_equal_tensors(path, reference):
-    """Each tensor of the file, as the reference has it, to the bit."""
+    """Assert that each tensor of the file is bit-identical to the reference."""
     expected = reference.state_dict()
     tensors = Tensors(find_tensors(pretrained.find_folder(path)), None)
     assert {*tensors.paths} <= list_names(pretrained.read_config(path))
@@ -82,8 +83,8 @@ def test_gguf_tokens_tensors_and_logits_equal_transformers(name):
     cache, batch = jkv.append(cache, opened.seq_ids, [640], capacity=640)
     run = jax.jit(functools.partial(model, all_rows=True))
     found = np.asarray(run(params, tokens, cache, batch)[0])
-    # In float64: how far float32 is off depends on the processor, for the worst of 168
-    # million logits (0.0008 to 0.004) more than for all of them.
+    # In float64: float32 errors depend on the processor, for the worst of 168 million
+    # logits (0.0008 to 0.004) more than on average.
     with torch.no_grad():
         expected = reference.double()(torch.tensor(tokens[None])).logits[0].numpy()
     assert np.sqrt(np.mean((found - expected) ** 2)) < 3e-4
@@ -91,12 +92,26 @@ def test_gguf_tokens_tensors_and_logits_equal_transformers(name):
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
-def test_a_chat_of_smollm2():
-    """By the command that a user types, with the file's own template and end."""
-    command = [sys.executable, ROOT / "examples" / "generate.py", "--chat", "--json"]
+def test_two_commands_chat_with_smollm2_without_a_checkout(tmp_path):
+    """The commands are a user's, with the template and end token of the file."""
+    installed = tmp_path / "installed"
+    # Their dependencies are already in this environment.
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    install += ["--target", installed, ROOT, ROOT / "examples"]
+    subprocess.run(install, check=True)
+    command = [sys.executable, installed / "bin" / "jkv-generate"]
     command += ["--model", models.fetch("smollm2"), "--max-new-tokens", "40"]
-    command += ["--temperature", "0", "What is the capital of France?"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command += ["--temperature", "0", "--json"]
+    command += ["--chat", "What is the capital of France?"]
+    variables = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (line,) = done.stdout.splitlines()
     answer = json.loads(line)
     assert "Paris" in json.dumps(answer)
@@ -104,7 +119,7 @@ def test_a_chat_of_smollm2():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_format_costs_equal_the_documented_ones(name):
-    """By the command that a user types; int8 keys with int4 values cost nothing."""
+    """The command is a user's; int8 keys with int4 values cost nothing."""
     command = [sys.executable, ROOT / "examples" / "formats.py", "--max-tokens", "1000"]
     command += ["--model", models.fetch(name), "--text", ROOT / "docs" / "design.md"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -117,7 +132,7 @@ def test_format_costs_equal_the_documented_ones(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_tensors(kind, tmp_path):
+def test_tensor_types(kind, tmp_path):
     """For matrices with rows long enough for blocks of 32."""
     raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen2")
     raw = raw | dict(hidden_size=64, intermediate_size=96)

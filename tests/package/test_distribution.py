@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 
 import commands  # of the examples
@@ -17,33 +16,29 @@ from support.paths import ROOT
 
 import jkv
 
+sys.path.insert(0, str(ROOT / "tools"))
+
+import environments  # noqa: E402, a tool, which is not a package
+
 pytestmark = pytest.mark.one_end
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMANDS = "jkv-generate", "jkv-chat", "jkv-serve", "jkv-batch"
 STEM = f"{PROJECT['name'].replace('-', '_')}-{jkv.__version__}"
-# Contents of an sdist beside the package.
+# Contents of an sdist besides the package.
 BESIDE = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
-# A cache is used, without a model and without any extra.
+# Packages that import without extras, from the installed wheel.
 USE = """
 import importlib.metadata, sys
-import jax.numpy as jnp
 import jkv, jkv.serving, jkv.grammar, jkv.trees, jkv.logits_processors
-config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=8,
-    block_size=4, max_sequences=2, max_context_length=16)
-cache, opened = jkv.allocate(jkv.init(config), [0])
-cache, batch = jkv.append(cache, opened.seq_ids)
-rows = jnp.ones((1, 1, 8))
-cache = jkv.write(cache, 0, batch, rows, rows)
-assert jkv.attend(cache, 0, batch, rows).shape == (1, 1, 8)
-jkv.check(jkv.commit(cache, batch))
 assert "site-packages" in jkv.__file__, jkv.__file__
 print(importlib.metadata.version(sys.argv[1]), jkv.__version__)
 """
+PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def pages() -> dict[str, str]:
-    """Texts for users, by name: pages, and all code with install commands."""
+    """Return user-facing texts by name: pages, and code with install commands."""
     folders = [ROOT / name for name in ("docs", "jkv", "examples", "benchmarks")]
     found = [path for folder in folders for path in folder.rglob("*.*")]
     kept = [path for path in found if path.suffix in {".md", ".py", ".ipynb"}]
@@ -57,7 +52,7 @@ def test_name_and_version_are_defined_once() -> None:
     assert PROJECT["name"] == "jkv-cache"  # `jkv` on the index is another project
     assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", jkv.__version__)
-    # Its own extras, by its own name: another project's would be installed otherwise.
+    # Extras must use the own name: another project's would be installed otherwise.
     extras = PROJECT["optional-dependencies"]
     own = [each for group in extras.values() for each in group if "jkv" in each]
     assert own and all(each.startswith(f"{PROJECT['name']}[") for each in own)
@@ -78,12 +73,12 @@ def test_the_examples_are_one_project_with_four_commands() -> None:
     assert {*scripts} == {*COMMANDS}
     for script in scripts.values():
         function = getattr(commands, script.removeprefix("jkv_examples.commands:"))
-        (name,) = re.findall(r"\w+\.py", inspect.getsource(function))
+        (name,) = re.findall(r'"(\w+\.py)"', inspect.getsource(function))
         assert (ROOT / "examples" / name).is_file()
 
 
 def test_install_instructions_use_the_checkout() -> None:
-    """There is only a checkout: `pip install .`, with extras or without."""
+    """Only a checkout can be installed: `pip install .`, with or without extras."""
     for name, text in pages().items():
         for wrong in (r"jkv\[", r"jkv-cache\[", r"pip install (-U )?['\"]?jkv"):
             assert not re.search(rf"pip install[^\n]*{wrong}|^{wrong}", text), name
@@ -94,29 +89,36 @@ def test_install_instructions_use_the_checkout() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with the sdist, and the wheel that was built of it."""
-    folder = tmp_path_factory.mktemp("dist")
-    python = make_environment(folder / "builder")
-    run(python, "-m", "pip", "install", "--quiet", "build")
-    run(python, "-m", "build", "--outdir", folder, ROOT)
-    return folder
+    """A folder with the sdists, and the wheels built from them."""
+    folder = tmp_path_factory.mktemp("builder")
+    python, dist = make_environment(folder / "venv"), folder / "dist"
+    run(python, *PIP, "build", "twine")
+    for project in (ROOT, ROOT / "examples"):
+        run(python, "-m", "build", "--outdir", dist, project)
+    run(python, "-m", "twine", "check", "--strict", *dist.iterdir())
+    return dist
 
 
-def make_environment(folder: pathlib.Path) -> pathlib.Path:
-    """The interpreter of a new environment with nothing but pip."""
-    venv.create(folder, with_pip=True)
+PIP = "-m", "pip", "install", "--quiet", "--no-compile"
+
+
+def make_environment(
+    folder: pathlib.Path, python: str = sys.executable
+) -> pathlib.Path:
+    """Create an environment with only pip; return its interpreter."""
+    run(python, "-m", "venv", folder)
     return folder / "bin" / "python"
 
 
 def run(*command: object) -> str:
-    """Return the output of a command; an error if it fails."""
+    """Return the output of a command; fail if it fails."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
 
 
 def package_files() -> set[str]:
-    """The files of the package as git has them."""
+    """Return the package's files in git."""
     return {*run("git", "-C", ROOT, "ls-files", "jkv").split()}
 
 
@@ -131,7 +133,7 @@ def test_an_sdist_ships_the_package_and_its_docs(built: pathlib.Path) -> None:
 
 @pytest.mark.further
 @pytest.mark.slow
-def test_a_wheel_ships_the_package_alone(built: pathlib.Path) -> None:
+def test_a_wheel_ships_only_the_package(built: pathlib.Path) -> None:
     with zipfile.ZipFile(built / f"{STEM}-py3-none-any.whl") as archive:
         shipped = {*archive.namelist()}
         about = archive.read(f"{STEM}.dist-info/METADATA").decode()
@@ -139,22 +141,34 @@ def test_a_wheel_ships_the_package_alone(built: pathlib.Path) -> None:
     of_it = {f"{STEM}.dist-info/{name}" for name in information}
     assert shipped == package_files() | of_it
     assert "jkv/py.typed" in shipped
-    # As an index shows it: the README, and the packages needed without any extra.
+    # The metadata of an index: the README, and the required packages.
     assert "# jkv" in about and "Requires-Dist: jax>=0.10.2" in about
 
 
 @pytest.mark.further
 @pytest.mark.slow
-def test_a_bare_environment_runs_the_wheel(
-    built: pathlib.Path, tmp_path: pathlib.Path
+@pytest.mark.parametrize("version", PYTHONS)
+def test_the_installed_wheel_runs_the_quick_start(
+    built: pathlib.Path, tmp_path: pathlib.Path, version: str
 ) -> None:
-    python = make_environment(tmp_path / "bare")
+    """It runs with the oldest JAX, then with the newest for that Python."""
+    base = environments.find_python(version)
+    if base is None:
+        pytest.skip(f"Python {version} is not installed")
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    program = tmp_path / "quickstart.py"
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    program.write_text(code)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
+    python = make_environment(tmp_path / "bare", base)
     wheel = built / f"{STEM}-py3-none-any.whl"
-    run(python, "-m", "pip", "install", "--quiet", wheel)
-    # Isolated: neither this checkout nor PYTHONPATH is on the path.
-    said = run(python, "-I", "-c", USE, PROJECT["name"]).split()
-    assert said == [jkv.__version__, jkv.__version__]
-    assert sys.version_info >= (3, 11)
+    for packages in ((wheel, *environments.OLDEST), ("--upgrade", "jax", "jaxlib")):
+        run(python, *PIP, *packages)
+        # Isolated: neither this checkout nor PYTHONPATH is on the path.
+        output = run(python, "-I", "-c", USE, PROJECT["name"]).split()
+        assert output == [jkv.__version__, jkv.__version__]
+        plain = "env", "-u", "XLA_FLAGS", "JAX_PLATFORMS=cpu"
+        assert run(*plain, python, "-I", program) == printed
     listed = run(python, "-I", "-m", "jkv")
     assert "jkv.doctor" in listed and "jkv.plan" in listed
 
@@ -162,14 +176,14 @@ def test_a_bare_environment_runs_the_wheel(
 @pytest.mark.further
 @pytest.mark.slow
 def test_an_installation_of_the_examples_has_their_commands(
-    tmp_path: pathlib.Path,
+    built: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     python = make_environment(tmp_path / "builder")
     target = tmp_path / "installed"
-    install = "-m", "pip", "install", "--quiet", "--no-deps", "--target", target
-    run(python, *install, ROOT / "examples")
+    wheel = built / f"jkv_examples-{jkv.__version__}-py3-none-any.whl"
+    run(python, *PIP, "--no-deps", "--target", target, wheel)
     assert {*os.listdir(target / "bin")} == {*COMMANDS}
     program = target / "bin" / "jkv-generate"
     path = os.pathsep.join([str(target), str(ROOT)])
-    said = run("env", f"PYTHONPATH={path}", sys.executable, program, "--help")
-    assert said.startswith("usage: generate.py")
+    output = run("env", f"PYTHONPATH={path}", sys.executable, program, "--help")
+    assert output.startswith("usage: generate.py")

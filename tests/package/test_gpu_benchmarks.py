@@ -1,4 +1,4 @@
-"""Benchmarks for a GPU: parts that go on, chained calls, a whole model."""
+"""GPU benchmarks: resumable parts, chained calls, a whole model."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.paths import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks are no package
+sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks are not a package
 import gpu_brief  # noqa: E402
 import gpu_profile  # noqa: E402
 import launches  # noqa: E402
@@ -25,7 +25,7 @@ def write(path, text):
     return ("-c", f"open({str(path)!r}, 'a').write({text!r})")
 
 
-def test_parts_go_on_where_they_were_stopped(tmp_path):
+def test_parts_resume_where_they_were_stopped(tmp_path):
     notes, trace = tmp_path / "notes.json", tmp_path / "trace"
     parts = [
         Part("well", write(trace, "a")),
@@ -36,13 +36,13 @@ def test_parts_go_on_where_they_were_stopped(tmp_path):
     assert run_parts(parts, notes, limit=5) == 2
     ended = {name: one["status"] for name, one in json.loads(notes.read_text()).items()}
     assert ended == {"well": 0, "fails": 3, "too long": -1, "behind them": 0}
-    # A failed part is tried again, and may be done then; the others are not.
+    # Only the failed part is tried again, and may succeed.
     parts[1] = Part("fails", write(trace, "c"))
     assert run_parts([*parts[:2], parts[3]], notes, limit=5) == 0
     assert trace.read_text() == "abc"
 
 
-def test_every_part_is_there():
+def test_every_part_is_listed():
     parts = list_parts()
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -81,7 +81,7 @@ def test_the_model_has_the_size_of_llama_3_8b():
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 8_030_261_248
     small = Llama(2, 4, 2, 16, 128, 256).draw_params("int8")
     layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 128
-    # Elements of one byte, a scale of two for each column, and norms.
+    # One-byte elements, a two-byte scale for each column, and norms.
     columns = 2 * (64 + 32) + 2 * 128 + 64
     expected = 2 * (layer + 2 * columns + 4 * 64) + 64 * 256 + 2 * 256 + 2 * 64
     assert count_step_bytes(small) == expected
@@ -95,13 +95,13 @@ def test_a_tiny_model_is_timed(tmp_path):
     command = [sys.executable, script, *options, "--json", str(out)]
     subprocess.run(command, check=True, capture_output=True)
     (run,) = json.loads(out.read_text())["runs"]
-    rows = {row["who"]: row for row in run["rows"]}
+    rows = {row["contender"]: row for row in run["rows"]}
     assert rows["generate"]["tokens/s"] and rows["engine"]["tokens/s"]
     assert "torch" in rows["torch, CUDA graph"].get("refused", "torch")
 
 
-# A loop as XLA for GPUs prints it, cut short: kernels in a computation of their own, as
-# where they become one graph, and a loop without any.
+# A loop in XLA's GPU text form, shortened: kernels in a separate computation, as in a
+# command buffer, and a loop without any.
 MODULE = """HloModule jit_decode, is_scheduled=true
 
 %fused_add (p: s32[]) -> s32[] {
@@ -147,7 +147,7 @@ def test_launches_of_a_decode_step_are_counted(monkeypatch):
 
 
 def brief_part(name, seconds=20.0, *, is_timed=True, script=""):
-    """A part that waits for its turn, runs a line of Python and saves a row."""
+    """Return a part that waits for its turn, runs a line of Python and saves a row."""
     lines = (
         f"import sys, time; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})",
         "import os, pathlib, json",
@@ -161,7 +161,7 @@ def brief_part(name, seconds=20.0, *, is_timed=True, script=""):
     return gpu_brief.Part(name, ("-c", "\n".join(lines)), seconds, is_timed)
 
 
-def test_brief_hands_the_device_from_part_to_part(tmp_path, capsys):
+def test_brief_passes_the_device_from_part_to_part(tmp_path, capsys):
     parts = [
         brief_part("first", script="time.sleep(0.2)"),
         brief_part("second", script="time.sleep(0.2)"),

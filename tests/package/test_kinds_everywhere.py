@@ -1,7 +1,7 @@
-"""Every public class, method and function answers a value of another kind in words.
+"""Every public class, method and function reports values of a wrong type.
 
-`test_wrong_kinds.py` does so for the functions of `jkv` itself. Here a name that no
-table knows fails: a new one needs a good call.
+`test_wrong_kinds.py` covers the functions of `jkv` itself. A name missing from the
+tables here fails: a new one needs a valid call.
 """
 
 import functools
@@ -12,8 +12,8 @@ import typing
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.serving.small_engines import make_engine, pool
 from support.small_caches import copied, opened, small_cache, small_config
-from support.small_engines import make_engine, pool
 from test_wrong_kinds import EXPECTED, WRONG, count_on
 
 import jkv
@@ -29,9 +29,19 @@ PACKAGES = (
     "trees",
     "recurrence",
 )
-# Values that the package returns, protocols, exceptions: nobody makes or calls them.
+# Returned values, protocols and exceptions, which users do not create or call.
 RETURNED = {
-    *("Allocation", "Batch", "BeamSearch", "BeamStatistics", "BlockGroup", "BlockInfo"),
+    *(
+        "Drafter",
+        "DraftStep",
+        "Step",
+        "Allocation",
+        "Batch",
+        "BeamSearch",
+        "BeamStatistics",
+        "BlockGroup",
+        "BlockInfo",
+    ),
     *("BlockStorage", "Cache", "Completion", "EngineStats", "Event", "ExactDifference"),
     *("ExactReport", "FinishReason", "Fork", "FormatAccuracy", "Fragmentation"),
     *("Generation", "GenerationState", "Grammar", "GroupStats", "MemoryProfile"),
@@ -40,13 +50,13 @@ RETURNED = {
     *("Stats", "Status", "LogitsProcessor", "SwapIn", "Swapped", "Times", "TreeParts"),
     *("TreeRecord",),
 }
-# Functions that run for long, or take results of a run; `jkv` has its own test.
+# Functions that run long, or take results of a run; `jkv` has its own test.
 ELSEWHERE = {
     *("beam_search", "check_exact", "extend", "generate", "measure_formats", "score"),
     *("note_allocate", "note_extend", "note_fed", "note_fork", "note_generate"),
     *("note_given", "replay", "read_ahead", "fold_rows", "fold_alike", "trace_output"),
 }
-# Nothing about their fields is checked; those of masks are checked by `append`.
+# Their fields are not validated; `append` validates masks.
 NAMED_TUPLES = {"GroupLayer", "GroupedConfig", "PageTable"}
 NAMED_TUPLES |= {"CausalMask", "MixedMask", "SpanMask", "TreeMask"}
 # Methods of a mesh of processes, of event loops, or of a run's results.
@@ -63,7 +73,7 @@ METHODS_ELSEWHERE = {
 
 @functools.cache
 def made():
-    """Values that good calls need."""
+    """Return values that valid calls need."""
     cache = small_cache()
     empty = np.full((2, 3), -1, np.int32)
     state = jkv.decoding.begin(count_on, None, cache, empty, max_new_tokens=2)
@@ -110,7 +120,7 @@ def call(function, *args, **options):
 
 
 def late(function, *names, **options):
-    """A call with values of `made`, or values themselves."""
+    """Return a call with values of `made`, or with the given values."""
 
     def make():
         args = [made()[n] if isinstance(n, str) and n in made() else n for n in names]
@@ -124,9 +134,9 @@ def spilled():
 
 
 def generation():
-    """The result of one prompt."""
-    cache, texts = made()["cache"], [[1, 2]]
-    return jkv.generate(count_on, None, cache, texts, max_new_tokens=2)[1]
+    """Return the result of one prompt."""
+    cache, prompts = made()["cache"], [[1, 2]]
+    return jkv.generate(count_on, None, cache, prompts, max_new_tokens=2)[1]
 
 
 class Spelling:
@@ -179,7 +189,7 @@ GOOD = {
     "DraftModel": lambda: (
         jkv.DraftModel,
         [],
-        dict(model=count_on, params=None, cache=made()["cache"], num_tokens=2),
+        dict(model=count_on, params=None, config=small_config(), num_tokens=2),
     ),
     "TrajectoryTree.of": call(jkv.TrajectoryTree.of, [[1], [2]]),
     "Prompts.of": call(DECODING.Prompts.of, [[1], [2]]),
@@ -236,7 +246,7 @@ GOOD = {
     "Schema": call(GRAMMAR.Schema, SCHEMA),
     "Until": call(GRAMMAR.Until, "a"),
     "AllowedTokens": call(PROCESSORS.AllowedTokens, np.array([1])),
-    "BannedTexts": call(PROCESSORS.BannedTexts, np.array([[1, 2]])),
+    "BannedSequences": call(PROCESSORS.BannedSequences, np.array([[1, 2]])),
     "MinimumLength": call(PROCESSORS.MinimumLength, np.array([1]), min_new_tokens=1),
     "NoRepeatedNgrams": call(PROCESSORS.NoRepeatedNgrams, 2, 8),
     "ThinkingBudget": call(
@@ -249,12 +259,12 @@ GOOD = {
     "grow": late(jkv.trees.grow, "tree", [[4]], 0),
     "pad": late(jkv.trees.pad, "tree", num_rows=8, num_segments=4),
     "split": late(jkv.trees.split, "tree", 8),
-    "read_text": late(jkv.trees.read_text, "tree", 1),
+    "read_sequence": late(jkv.trees.read_sequence, "tree", 1),
 }
 
 
 def list_public():
-    """Names of public functions, classes, and methods of classes that people call."""
+    """Return the names of public functions, classes, and user-facing methods."""
     found = {}
     for package in PACKAGES:
         name = "jkv" if package == "jkv" else f"jkv.{package}"
@@ -269,7 +279,7 @@ def list_public():
 
 
 def find_hints(function):
-    """The annotations of a call's arguments, including those of a TypedDict."""
+    """Return the annotations of a call's arguments, and of a TypedDict's fields."""
     target = function.__init__ if inspect.isclass(function) else function
     target = inspect.unwrap(target)
     hints = dict(typing.get_type_hints(target))
@@ -280,10 +290,10 @@ def find_hints(function):
     return hints
 
 
-# Arguments that messages call by other words.
+# Arguments that messages name differently.
 OTHER_WORDS = {
     "tokens": "the prompt",
-    "texts": "prompts",
+    "sequences": "prompts",
     "stop_sequences": "a stop sequence",
     "end_tokens": "end tokens",
     "generation_config": "a GenerationConfig",
@@ -293,15 +303,15 @@ OTHER_WORDS = {
     "processors": "each of a chain",
     "num_steps": "an integer",
 }
-# A class where one of its values belongs, beside other wrong kinds.
+# A class instead of an instance, besides other wrong types.
 VALUES = (*WRONG, jkv.Sampling, jkv.BlockStore, int)
-# Of functions that compile a language each time.
+# For functions that compile a grammar each time.
 FEW = ("5", None, float("nan"), jkv.Sampling)
 COMPILING = ("from_tools", "from_json_schema", "from_json_object")
 
 
 def run(function, good):
-    """Call it; read an iterator to its end."""
+    """Call a function; exhaust a returned iterator."""
     bound = inspect.signature(function).bind_partial()
     kinds = inspect.signature(function).parameters
     for name, value in good.items():
@@ -318,33 +328,33 @@ def run(function, good):
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_values_of_another_kind(name):
+def test_values_of_wrong_types_are_reported(name):
     function, args, options = GOOD[name]()
     good = dict(zip(inspect.signature(function).parameters, args, strict=False))
     good |= options
     run(function, good)
     for argument, hint in find_hints(function).items():
         for value in FEW if name in COMPILING else VALUES:
-            # An array of texts is as good as a list of them.
+            # An array of strings is as valid as a list.
             is_list = isinstance(value, np.ndarray) and argument in ("texts", "parts")
             if fits(value, hint) or is_list:
                 continue
             try:
                 run(function, good | {argument: value})
             except KeyError:
-                assert argument == "request_id"  # of no request
+                assert argument == "request_id"  # an unknown request
             except EXPECTED as error:
                 words = argument, OTHER_WORDS.get(argument, argument)
                 assert any(word in str(error) for word in words), (argument, value)
 
 
-def test_every_public_name_has_a_good_call():
+def test_every_public_name_has_a_valid_call():
     known = {name.partition(".")[0] for name in GOOD} | RETURNED | ELSEWHERE
     assert {*list_public()} <= known | NAMED_TUPLES
 
 
 @pytest.mark.parametrize("cls", ["BlockStore", "Engine", "Catalog"])
-def test_every_public_method_has_a_good_call(cls):
+def test_every_public_method_has_a_valid_call(cls):
     value = list_public()[cls]
     methods = [
         name
@@ -354,7 +364,7 @@ def test_every_public_method_has_a_good_call(cls):
     assert {f"{cls}.{name}" for name in methods} <= {*GOOD} | METHODS_ELSEWHERE
 
 
-def test_seconds_and_times_that_are_none():
+def test_invalid_seconds_and_times():
     engine, cache = engine_and_request()[0], opened(3, prefix_caching=True)
     for options in (
         dict(timeout=float("nan")),

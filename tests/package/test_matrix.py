@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-# The tests' own helpers are a package of the same name: this one is loaded by path.
+# Loaded by path, as the tests' helpers are a package of the same name.
 _SPEC = importlib.util.spec_from_file_location("matrix", ROOT / "tools" / "matrix.py")
 matrix = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(matrix)
@@ -26,7 +26,7 @@ def row(*tests, results=()):
 
 def test_every_test_and_every_result_of_a_row_exists(monkeypatch) -> None:
     assert not matrix.find_missing_tests() and not matrix.find_missing_results()
-    known = "test_matrix.py::test_the_page_is_the_one_of_the_table"
+    known = "test_matrix.py::test_the_page_equals_the_generated_one"
     unknown = "test_matrix.py::test_of_no_name"
     result = matrix.Result("gpu", {"workload": "of no name"})
     rows = {"Some": (row(known, unknown, results=(result,)),)}
@@ -48,13 +48,13 @@ def test_every_support_level_has_its_evidence() -> None:
             assert word not in each.words or files & named, (each.feature, word)
 
 
-def test_the_page_is_the_one_of_the_table() -> None:
+def test_the_page_equals_the_generated_one() -> None:
     assert matrix.PAGE.read_text() == matrix.write_page(), (
         "the table has changed: run python3 tools/matrix.py"
     )
 
 
-def test_rows_without_a_passing_test_are_named(tmp_path, monkeypatch, capsys) -> None:
+def test_rows_without_a_passing_test_fail(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "a.xml").write_text(REPORT)
     names = [f"test_a.py::test_{name}" for name in ("good", "bad", "left_out")]
     monkeypatch.setattr(matrix, "TABLES", {"Some": (row(*names),)})

@@ -1,4 +1,4 @@
-"""A newcomer's mistakes raise errors at once, with the fix."""
+"""Common mistakes raise errors immediately, with the fix."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from support.small_caches import prompts as padded
 
 import jkv
 from jkv.decoding import begin, decode, prefill
-from jkv.decoding.texts.prompts import Stops, as_stop_sequences
+from jkv.decoding.sequences.prompts import Stops, as_stop_sequences
 
 VOCABULARY = 7
 ONE_SIZE = dict(row_counts=(4,))  # of all steps: a model is traced once
@@ -30,19 +30,19 @@ ONE_SIZE = dict(row_counts=(4,))  # of all steps: a model is traced once
 
 @functools.cache
 def stepped(**changes):
-    """A cache with two sequences of three tokens, and the batch of one more each."""
+    """Return a cache with two sequences of three tokens, and the next batch."""
     cache = opened(3, 3, **changes)
     return jkv.append(cache, np.array([0, 1], np.int32))
 
 
 def rows(cache, batch, dtype=np.float32, heads=1):
-    """Rows of keys, values or queries for a batch."""
+    """Return rows of keys, values or queries for a batch."""
     return np.ones((batch.num_rows, heads, cache.head_dim), dtype)
 
 
 @pytest.mark.one_end
 class TestModels:
-    """A model returns one row of logits for each sequence, and the cache."""
+    """A model returns one row of logits per sequence, and the cache."""
 
     def generate(self, model, prompts=((1, 2, 3), (4,)), **options):
         cache, options = small_cache(), ONE_SIZE | options
@@ -63,7 +63,7 @@ class TestModels:
         return jax.nn.one_hot(tokens, VOCABULARY)[batch.last_rows], cache
 
     @pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4]]])
-    def test_all_rows_in_place_of_the_last_ones(self, prompts):
+    def test_all_rows_instead_of_the_last_ones(self, prompts):
         with pytest.raises(ValueError, match=r"\[B, V\].*batch\.last_rows") as caught:
             self.generate(self.all_rows, prompts)
         assert f"with B = {len(prompts)}, " in str(caught.value)
@@ -72,14 +72,14 @@ class TestModels:
         with pytest.raises(ValueError, match=r"batch\.last_rows"):
             self.generate(self.all_rows, chunk_size=2, row_counts=None)
 
-    def test_logits_without_the_axis_of_sequences(self):
+    def test_logits_without_the_sequence_axis(self):
         def one_row(_params, _tokens, cache, _batch):
             return jnp.zeros((VOCABULARY,)), cache
 
         with pytest.raises(ValueError, match=r"float\[B, V\].*got float32\[7\]"):
             self.generate(one_row)
 
-    def test_tokens_in_place_of_logits(self):
+    def test_tokens_instead_of_logits(self):
         def chosen(_params, _tokens, cache, _batch):
             return jnp.zeros((2, VOCABULARY), jnp.int32), cache
 
@@ -89,14 +89,14 @@ class TestModels:
     @pytest.mark.parametrize(
         "answer", [lambda cache, logits: (cache, logits), lambda _, logits: logits]
     )
-    def test_an_answer_that_is_no_pair_of_logits_and_cache(self, answer):
+    def test_a_result_other_than_logits_and_cache(self, answer):
         def model(_params, _tokens, cache, _batch):
             return answer(cache, jnp.zeros((2, VOCABULARY)))
 
         with pytest.raises(ValueError, match=r"\(logits, cache\), .* got"):
             self.generate(model)
 
-    def test_decode_looks_as_well(self):
+    def test_decode_validates_the_model(self):
         cache, state = jax.eval_shape(
             lambda cache: prefill(
                 self.last_rows, None, cache, [[1, 2, 3]], max_new_tokens=2, **ONE_SIZE
@@ -126,8 +126,8 @@ class TestModels:
         assert result.tokens.shape == (2, 2)
 
     @pytest.mark.one_end
-    def test_a_list_is_read_as_its_padded_array(self):
-        """All that a generation goes on from is the same."""
+    def test_a_list_equals_its_padded_array(self):
+        """The states before the first step are equal."""
         options = dict(max_new_tokens=2, **ONE_SIZE)
         start = functools.partial(begin, self.last_rows, None, small_cache(), **options)
         padded = np.array([[1, 2, 3], [4, -1, -1]], np.int32)
@@ -146,14 +146,14 @@ class TestModels:
         assert found[1].tokens.shape == (2, 2)
 
     @pytest.mark.parametrize("prompts", [[1, 2], [[1.0]], [[[1]]], "text", None, []])
-    def test_prompts_of_another_kind(self, prompts):
+    def test_prompts_of_wrong_types(self, prompts):
         with pytest.raises(ValueError, match="prompts"):
             self.generate(self.last_rows, prompts)
 
 
 @pytest.mark.one_end
 class TestPrompts:
-    """A prompt is token ids that the model knows, and padding behind them."""
+    """A prompt is known token ids followed by padding."""
 
     WRONG = {
         "padding between tokens": [1, -1, 3],
@@ -164,7 +164,7 @@ class TestPrompts:
 
     @pytest.fixture(params=["generate", "extend", "beam_search"])
     def loop(self, request):
-        """A loop, of prompts."""
+        """A loop over prompts."""
         cache = opened(0, 0, 0, 0)
         options = dict(max_new_tokens=2, chunk_size=4)
         model = TestModels.last_rows
@@ -184,8 +184,8 @@ class TestPrompts:
         with pytest.raises(ValueError, match="prompt 1 has .* past its end only"):
             loop(prompts)
 
-    def test_have_a_reason_of_their_own_in_jit(self):
-        """All loops judge their prompts alike."""
+    def test_have_their_own_reason_in_jit(self):
+        """All loops validate prompts alike."""
         prompts = np.array([*self.WRONG.values()], np.int32)
         start = functools.partial(begin, TestModels.last_rows, None, small_cache())
         state = jax.jit(functools.partial(start, max_new_tokens=2))(prompts)
@@ -195,10 +195,10 @@ class TestPrompts:
 
 @pytest.mark.one_end
 class TestOptions:
-    """An option of another type raises an error with the expected type."""
+    """An option of a wrong type raises an error with the expected type."""
 
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("options", "message"),
         [
             (dict(sampling=0.7), r"Sampling\(temperature=0.7\), got 0.7"),
             (dict(max_new_tokens=6.0), "max_new_tokens must be a static int"),
@@ -208,15 +208,15 @@ class TestOptions:
             (dict(stop_sequences="x"), "stop_sequences must be"),
             (dict(stop_sequences=[[1], 2]), "stop_sequences must be"),
             (dict(stop_tokens=[[1, 2], [3]]), "stop_tokens must be .* lengths"),
-            (dict(speculate=3), "a PromptLookup or a DraftModel"),
+            (dict(speculate=3), "a DraftModel or one of jkv.drafters"),
             (dict(speculate=jkv.PromptLookup), "got <class 'jkv"),
         ],
         ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
     )
     @pytest.mark.parametrize("room", [jkv, jkv.jitted], ids=["plain", "jitted"])
-    def test_of_generate(self, options, said, room):
+    def test_of_generate(self, options, message, room):
         cache, given = small_cache(), ONE_SIZE | dict(max_new_tokens=2) | options
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             jax.eval_shape(
                 lambda cache: room.generate(
                     TestModels.last_rows, None, cache, [[1, 2]], **given
@@ -245,7 +245,7 @@ class TestOptions:
             jkv.Sampling(**field)
 
     def test_stop_sequences_may_be_ragged_lists(self):
-        """They are read as their array, padded with -1."""
+        """They equal their array, padded with -1."""
         rows = np.array([[1, 2], [3, -1]], np.int32)
         none = np.full((2, 2), -1, np.int32)
         for given, expected in (
@@ -261,7 +261,7 @@ class TestOptions:
             assert (found is None) == (wanted is None) == (0 in expected.shape)
             if found is not None:
                 np.testing.assert_array_equal(found, wanted)
-        # Traced, a list is an array for each number.
+        # Traced, a list is an array per number.
         traced = jax.eval_shape(as_stop_sequences, [[1, 2], [3]])
         assert traced.shape == (2, 2)
 
@@ -283,11 +283,11 @@ class TestOptions:
                 {}, TestModels.last_rows, small_cache(), [[1]], max_new_tokens=2
             )
 
-    def test_init_of_no_configuration(self):
+    def test_init_without_a_configuration(self):
         with pytest.raises(ValueError, match="config must be a jkv.CacheConfig"):
             jkv.init(dict(num_layers=1))
 
-    def test_caches_that_were_stacked(self):
+    def test_stacked_caches(self):
         stacked = jax.tree.map(lambda a: jnp.stack([a, a]), small_cache())
         with pytest.raises(ValueError, match=r"leading axes \[2\].*jax.vmap"):
             jkv.allocate(stacked, [1])
@@ -301,7 +301,7 @@ class TestOptions:
 
 
 class TestBatches:
-    """A batch is used with the cache that planned it."""
+    """A batch belongs to the cache that planned it."""
 
     @pytest.mark.parametrize(
         "changes",
@@ -318,7 +318,7 @@ class TestBatches:
         ids=lambda changes: next(iter(changes)),
     )
     @pytest.mark.one_end
-    def test_the_batch_of_a_cache_of_other_sizes(self, changes):
+    def test_the_batch_of_a_cache_with_other_sizes(self, changes):
         (name,) = changes
         _, batch = stepped()
         other = jax.eval_shape(lambda: jkv.init(small_config(**changes)))
@@ -334,7 +334,7 @@ class TestBatches:
             with pytest.raises(ValueError, match=f"another cache.*{name} .* here"):
                 jax.eval_shape(call, other)
 
-    def test_a_rank_in_shard_map_may_have_some_heads(self):
+    def test_a_rank_in_shard_map_may_have_a_part_of_the_heads(self):
         cache, batch = stepped()
         (group,) = batch.sizes.groups
         sizes = batch.sizes._replace(groups=(group._replace(num_kv_heads=2),))
@@ -358,7 +358,7 @@ class TestRows:
 
     @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_])
     @pytest.mark.one_end
-    def test_keys_or_values_that_are_integers(self, dtype):
+    def test_integer_keys_or_values(self, dtype):
         cache, batch = stepped()
         floats, others = rows(cache, batch), rows(cache, batch, dtype)
         with pytest.raises(ValueError, match="keys must be floating point"):
@@ -385,14 +385,14 @@ class TestRows:
         for function in (loss, jax.jit(loss)):
             with pytest.raises(ValueError, match=f"{dtype}.*dtype='float32'"):
                 jax.eval_shape(jax.grad(lambda k, f=function: f(k, k)), queries)
-        # Neither a stopped gradient nor that of the queries depends on the storage.
+        # Neither a stopped gradient nor the queries' gradient depends on the storage.
         for function in (stopped, jax.jit(stopped)):
             found = jax.eval_shape(jax.grad(function), queries)
             assert found.shape == queries.shape
 
 
 class TestCalls:
-    """Arguments in another order, pairs that were not unpacked, values in jit."""
+    """Swapped arguments, pairs that were not unpacked, values in jit."""
 
     def calls(self):
         cache, batch = stepped()
@@ -422,7 +422,7 @@ class TestCalls:
             "evict": (0,),
         }
 
-    def test_the_pair_in_place_of_the_cache(self):
+    def test_the_pair_instead_of_the_cache(self):
         pair = stepped()
         for name, others in self.calls().items():
             verb = getattr(jkv, name)
@@ -432,31 +432,31 @@ class TestCalls:
                 jax.eval_shape(lambda pair, verb=verb, o=others: verb(pair, *o), pair)
 
     @pytest.mark.one_end
-    def test_the_pair_in_place_of_the_cache_in_generate(self):
+    def test_the_pair_instead_of_the_cache_in_generate(self):
         model = TestModels.last_rows
         with pytest.raises(TypeError, match=r"generate.*verbs return a pair"):
             jkv.generate(model, None, stepped(), [[1]], max_new_tokens=1)
 
     @pytest.mark.one_end
-    def test_something_else_in_place_of_the_cache(self):
+    def test_another_value_instead_of_the_cache(self):
         for name, others in self.calls().items():
             for wrong in ([0, 1], None, 3):
                 with pytest.raises(TypeError, match=f"{name}.*cache must be a jkv.Cac"):
                     getattr(jkv, name)(wrong, *others)
 
     @pytest.mark.one_end
-    def test_a_configuration_in_place_of_the_cache(self):
+    def test_a_configuration_instead_of_the_cache(self):
         with pytest.raises(TypeError, match=r"jkv\.init\(config\)"):
             jkv.allocate(small_config(), 0)
 
-    def test_a_missing_argument_is_named_by_python(self):
+    def test_a_missing_argument_is_reported_by_python(self):
         with pytest.raises(TypeError, match="missing.*'cache'"):
             jkv.stats()
         with pytest.raises(TypeError, match="missing.*'batch'"):
             jkv.commit(small_cache())
 
     @pytest.mark.one_end
-    def test_layer_and_batch_in_the_other_order(self):
+    def test_swapped_layer_and_batch(self):
         cache, batch = stepped()
         keys = rows(cache, batch)
         for call in (
@@ -482,14 +482,14 @@ class TestCalls:
             jkv.write(cache, jnp.float32(0), batch, keys, keys)
 
     @pytest.mark.one_end
-    def test_a_whole_result_in_place_of_its_ids(self):
+    def test_a_whole_result_instead_of_its_ids(self):
         cache, result = jkv.allocate(small_cache(), np.zeros(WIDTH, np.int32))
         for name in ("append", "free", "fork"):
             with pytest.raises(TypeError, match=r"Allocation.*its seq_ids"):
                 getattr(jkv, name)(cache, result)
 
     @pytest.mark.one_end
-    def test_raise_for_status_takes_the_pair(self):
+    def test_raise_for_status_accepts_the_pair(self):
         pair = jkv.free(small_cache(), np.full(WIDTH, 9, np.int32))
         with pytest.raises(jkv.InvalidSequence, match="8 of 8 blocks free"):
             jkv.raise_for_status(pair)
@@ -516,7 +516,7 @@ class TestCalls:
         with pytest.raises(TypeError, match=r"outside jit; .*batch\.status"):
             jax.eval_shape(jkv.raise_for_status, stepped()[1])
 
-    def test_a_cache_that_was_donated(self):
+    def test_a_donated_cache(self):
         cache, batch = stepped()
         gone = copied(cache)
         kept = jax.jit(lambda cache: cache, donate_argnums=0)(gone)
@@ -553,7 +553,7 @@ class TestCalls:
         ],
     )
     @pytest.mark.one_end
-    def test_a_field_that_does_not_exist(self, tmp_path, wrong, meant):
+    def test_an_unknown_field_suggests_the_right_one(self, tmp_path, wrong, meant):
         with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
             jkv.CacheConfig.from_model(tmp_path, **{wrong: 1})
         with pytest.raises(TypeError, match=f"'{wrong}'; the nearest is '{meant}"):
@@ -563,10 +563,10 @@ class TestCalls:
 
 
 class TestRepresentation:
-    """`repr(cache)` never raises, with anything that JAX put in the arrays' place."""
+    """`repr(cache)` never raises, whatever JAX puts in place of the arrays."""
 
     def fields(self, text):
-        """The arrays named, a line each."""
+        """Return the named arrays, one line each."""
         return dict(re.findall(r"^  ([\w.]+): (.*)$", text, re.MULTILINE))
 
     def test_of_shapes(self):
@@ -584,11 +584,11 @@ class TestRepresentation:
         assert texts[0].startswith("Cache(1 layers, 1 kv heads")
 
     @pytest.mark.parametrize("leaf", [jax.sharding.PartitionSpec("tp"), 3, "x"])
-    def test_of_a_tree_of_anything(self, leaf):
+    def test_of_a_tree_of_any_leaves(self, leaf):
         text = repr(jax.tree.map(lambda _: leaf, small_cache()))
         assert self.fields(text)["storage.0.key_pool"] == repr(leaf)
 
-    def test_of_nothing(self):
+    def test_of_an_empty_cache(self):
         for nothing in (None, 3):
             cache = jax.tree.map(
                 lambda _, nothing=nothing: nothing,
@@ -597,13 +597,13 @@ class TestRepresentation:
             )
             assert repr(cache).startswith("Cache(")
 
-    def test_of_a_cache_that_was_donated(self):
+    def test_of_a_donated_cache(self):
         gone = copied(small_cache())
         jax.tree.map(lambda leaf: leaf.delete(), gone)
         assert "1 layers" in repr(gone)
 
 
-def test_ids_and_counts_may_be_of_any_integer_type():
+def test_ids_and_counts_may_have_any_integer_type():
     cache = opened(3, 3)
     expected = jax.tree.leaves(jkv.append(cache, [0, 1], [1, 1], capacity=ROWS)[1])
     for ids, counts in (
@@ -619,7 +619,7 @@ def test_ids_and_counts_may_be_of_any_integer_type():
 
 
 class TestCounts:
-    """All counts take Python ints up to 2**32 - 1; too many means all there are."""
+    """All counts accept Python ints up to 2**32 - 1; too large means all."""
 
     most = 2**32 - 1
 
@@ -644,13 +644,13 @@ class TestCounts:
         assert state.result.lengths.tolist() == [2, 1]
 
     @pytest.mark.one_end
-    def test_no_float_is_taken_for_a_count(self):
+    def test_floats_are_not_counts(self):
         for verb in (jkv.evict, jkv.block_ids):
             with pytest.raises(TypeError, match="integer, got 2.5"):
                 verb(small_cache(), 2.5)
 
     @pytest.mark.one_end
-    def test_domains_are_32_bits_signed_or_not(self):
+    def test_salts_are_signed_or_unsigned_32_bit_integers(self):
         cache = small_cache(prefix_caching=True)
         prompt = padded([range(9)])
         none = np.zeros(WIDTH, np.int32)
@@ -677,7 +677,7 @@ def test_context_lengths_outlive_the_cache():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (dict(max_query_length=0), "max_query_length must be .* at least 1 .*got 0"),
         (dict(capacity=-1), "capacity must be a static int of at least 0"),
@@ -685,6 +685,6 @@ def test_context_lengths_outlive_the_cache():
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_sizes_of_a_step(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_sizes_of_a_step(options, message):
+    with pytest.raises(ValueError, match=message):
         jkv.append(small_cache(), [0, 1], 1, **options)

@@ -15,14 +15,14 @@ FEATURES = (ROOT / "docs" / "features.md").read_text()
 pytestmark = pytest.mark.one_end
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_a_page_is_read_at_one_time() -> None:
-    """A longer page contains a history, or should be two pages."""
+def test_page_sizes_are_limited() -> None:
+    """A longer page should be split."""
     sizes = {path: path.stat().st_size for path in (ROOT / "docs").rglob("*.md")}
     assert not [path.name for path, size in sizes.items() if size > 20_000]
     assert sum(sizes.values()) <= 260_000
@@ -62,8 +62,8 @@ def test_known_bugs_have_an_issue_number_and_a_test() -> None:
         assert f"def {test}(" in tests[file], what
 
 
-def test_the_design_page_has_a_row_for_every_room() -> None:
-    """And a row, or a word, for each module beside the rooms."""
+def test_the_design_page_has_a_row_for_every_package() -> None:
+    """Each other module has a row, or a mention."""
     rows = {*re.findall(r"^\| `([\w/]+)` \| .+ \|$", DESIGN, re.MULTILINE)}
     for path in (ROOT / "jkv").rglob("*.py"):
         room = path.parent.relative_to(ROOT / "jkv").as_posix()
@@ -75,7 +75,7 @@ def test_the_design_page_has_a_row_for_every_room() -> None:
         assert place.is_dir() or place.with_suffix(".py").is_file(), row
 
 
-def test_the_rooms_of_the_design_page_import_down() -> None:
+def test_the_packages_of_the_design_page_import_down() -> None:
     """A row uses the rows below it; attention and grammar are one package each."""
     rows = re.findall(r"^\| `([\w/]+)` \|.*\|$", DESIGN, re.MULTILINE)
     ranks = {room: rank for rank, room in enumerate(rows)}
@@ -94,7 +94,7 @@ def test_the_rooms_of_the_design_page_import_down() -> None:
 
 
 def test_the_files_named_by_the_design_pages_exist() -> None:
-    """Each as `room/file.py`, or `file.py` of a room that the page is about."""
+    """Each as `package/file.py`, or as `file.py` of the page's package."""
     for page in (ROOT / "docs" / "design.md", *(ROOT / "docs" / "design").glob("*.md")):
         for name in re.findall(r"(?<![\w./])([\w/]+\.py)\b", page.read_text()):
             folders = ROOT, ROOT / "jkv"
@@ -103,26 +103,26 @@ def test_the_files_named_by_the_design_pages_exist() -> None:
             assert found or alone, (page.name, name)
 
 
-def test_the_linter_looks_for_unused_parameters() -> None:
+def test_the_linter_checks_unused_parameters() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     assert "ARG" in settings["lint"]["select"] and "ignore" not in settings["lint"]
     for path in (ROOT / "jkv").rglob("*.py"):
         assert "noqa: ARG" not in path.read_text(), path
 
 
-def test_results_are_kept_with_machine_and_versions() -> None:
+def test_results_record_machine_and_versions() -> None:
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert results
     for path in results:
         entries = dict(names_and_values(json.loads(path.read_text())))
         versions = {name for name in entries if "jax" in name or "triton" in name}
         assert any(re.match(r"\d+\.\d+", entries[name]) for name in versions), path.name
-        # A result that was only compiled has a target in place of a device.
+        # A result that was only compiled has a target instead of a device.
         assert {"device", "devices", "target", "targets"} & set(entries), path.name
 
 
 def names_and_values(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Walk through the contents of JSON: each name in lower case, and its value."""
+    """Yield all names in JSON contents, in lower case, with their values."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield key.lower(), str(inner)

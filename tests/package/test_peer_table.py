@@ -1,4 +1,4 @@
-"""The table of peers: which rows it has, and which way a ratio points."""
+"""The table of peers: its rows, and the direction of ratios."""
 
 import importlib.util
 import json
@@ -18,8 +18,13 @@ _SPEC.loader.exec_module(peer_table)
 MACHINE = {"device": "a card", "date": "2026-11-01 10:00 UTC"}
 
 
-def operation(who, median, **changes):
-    row = {"operation": "append", "who": who, "pool": 65_536, "median": median}
+def operation(contender, median, **changes):
+    row = {
+        "operation": "append",
+        "contender": contender,
+        "pool": 65_536,
+        "median": median,
+    }
     return row | changes
 
 
@@ -28,7 +33,7 @@ def write(folder, name, *runs):
     (folder / f"{name}.json").write_text(text)
 
 
-def test_a_ratio_above_one_is_more_work_in_the_same_time(tmp_path) -> None:
+def test_a_ratio_above_one_means_higher_throughput(tmp_path) -> None:
     rows = [
         operation("jkv, in a scan", 10.0, storage="metadata only"),
         operation("jkv, in a scan", 99.0, storage="storage donated"),
@@ -39,8 +44,11 @@ def test_a_ratio_above_one_is_more_work_in_the_same_time(tmp_path) -> None:
         operation("another, in a scan", 1.0, pool=4096),
     ]
     write(tmp_path, "operations", {"benchmark": "operations", "rows": rows})
-    rates = [{"who": "jkv", "tokens/s": 300.0}, {"who": "another", "tokens/s": 200.0}]
-    older = {"benchmark": "rollouts", "rows": [{"who": "jkv", "tokens/s": 1.0}]}
+    rates = [
+        {"contender": "jkv", "tokens/s": 300.0},
+        {"contender": "another", "tokens/s": 200.0},
+    ]
+    older = {"benchmark": "rollouts", "rows": [{"contender": "jkv", "tokens/s": 1.0}]}
     older["machine"] = MACHINE | {"date": "2026-10-01 10:00 UTC"}
     write(tmp_path, "rollouts", {"benchmark": "rollouts", "rows": rates}, older)
     _, *found = peer_table.make_table(tmp_path)
@@ -52,8 +60,8 @@ def test_a_ratio_above_one_is_more_work_in_the_same_time(tmp_path) -> None:
     assert all(row[-1] == "a card, 2026-11-01" for row in found)
 
 
-def test_every_kept_result_is_read(capsys, monkeypatch) -> None:
-    """The files have more names than the table; the table's names are all found."""
+def test_every_stored_result_is_read(capsys, monkeypatch) -> None:
+    """The files have more names than the table; all of the table's are found."""
     for name, read in peer_table.READERS.items():
         runs = peer_table.read_runs(peer_table.RESULTS, name)
         assert any([*read(run)] for run in runs), name

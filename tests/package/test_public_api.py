@@ -1,4 +1,4 @@
-"""The public surface: pinned by name, each documented, with an example that runs."""
+"""The public API: pinned names, each documented, with a runnable example."""
 
 import dataclasses
 import doctest
@@ -34,7 +34,7 @@ PUBLIC = """
     PrefixIndex clear_prefixes demote evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError over_pools split_pools
-    next_positions prune press Roll top_tokens
+    next_positions observe overwrite prune press read_queries Roll scrub top_tokens
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
     StateConfig StateStorage States fold_state read_pending read_state
@@ -42,7 +42,9 @@ PUBLIC = """
     ExactDifference ExactReport check_exact FormatAccuracy measure_formats
     PageTable page_table
     CausalMask MixedMask SpanMask TreeMask keep_rows peek with_mask
-    DraftModel PromptLookup UsageError jitted keep_compiled_programs
+    Step model_of
+    DraftModel Drafter PromptLookup record with_drafter UsageError jitted
+    keep_compiled_programs
 """.split()
 
 
@@ -78,10 +80,10 @@ def test_every_public_function_is_annotated() -> None:
 
 
 def test_no_module_is_hidden_by_a_function() -> None:
-    """A name in an `__init__` that is also a file's would take its place."""
+    """A name in an `__init__` would hide the module of the same name."""
     for found in pkgutil.walk_packages(jkv.__path__, "jkv."):
         if found.name.startswith("jkv.integrations."):
-            continue  # needs packages that are not here
+            continue  # needs packages that are not installed here
         module = importlib.import_module(found.name)
         parent, _, name = found.name.rpartition(".")
         assert getattr(sys.modules[parent], name) is module, found.name
@@ -93,7 +95,7 @@ def test_a_missing_integration_suggests_its_extra() -> None:
         importlib.import_module("jkv.integrations.tunix")
 
 
-# Any argument of theirs has an answer.
+# Every argument of theirs is valid.
 RAISE_NOTHING = {
     "clock",
     "compact",
@@ -109,7 +111,7 @@ RAISE_NOTHING = {
 
 
 def public_functions() -> dict[str, Callable[..., object]]:
-    """All public functions by name, including those of the packages."""
+    """Return all public functions of jkv and its packages, by name."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
     for room in (decoding, logits_processors, trees):
         names |= {name: getattr(room, name) for name in room.__all__}
@@ -117,7 +119,7 @@ def public_functions() -> dict[str, Callable[..., object]]:
 
 
 def section(text: str, title: str) -> str:
-    """The indented lines under a title such as "Args:", empty if there are none."""
+    """Return the indented lines under a title such as "Args:", or an empty string."""
     found = re.search(rf"^{title}:\n((?: +.*\n|\n)*)", f"{text}\n", re.MULTILINE)
     return found[1] if found else ""
 
@@ -126,7 +128,7 @@ def section(text: str, title: str) -> str:
 def test_docstrings_list_arguments_results_and_errors(name: str) -> None:
     function = public_functions()[name]
     text = inspect.getdoc(function) or ""
-    # Fields of other values are described there.
+    # Fields of other values are documented there.
     signature = inspect.signature(inspect.unwrap(function))
     arguments = section(text, "Args")
     for parameter in signature.parameters:
@@ -137,7 +139,7 @@ def test_docstrings_list_arguments_results_and_errors(name: str) -> None:
 
 
 def public_records() -> dict[str, type]:
-    """All public dataclasses and named tuples by name."""
+    """Return all public dataclasses and named tuples by name."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
     for room in (decoding, serving, logits_processors, trees):
         names |= {name: getattr(room, name) for name in room.__all__}
@@ -150,7 +152,7 @@ def public_records() -> dict[str, type]:
 
 @pytest.mark.parametrize("name", sorted(public_records()))
 def test_public_classes_document_their_fields(name: str) -> None:
-    """A comment at the field, or a line of the docstring; of arrays with the shape."""
+    """A comment at the field, or a line of the docstring; arrays with their shape."""
     record = public_records()[name]
     lines, text = inspect.getsource(record).splitlines(), inspect.getdoc(record) or ""
     described = section(text, "Args") + section(text, "Attributes")
@@ -161,10 +163,10 @@ def test_public_classes_document_their_fields(name: str) -> None:
             at -= 1
             words.append(lines[at])
         words += re.findall(rf"^ +{field}: (.*(?:\n    .*)*)", described, re.MULTILINE)
-        said = " ".join(words).strip()
-        assert said, f"{name}.{field} is not described"
+        description = " ".join(words).strip()
+        assert description, f"{name}.{field} is not described"
         if "Array" in str(hint):
-            assert "[" in said, f"{name}.{field} is described without its shape"
+            assert "[" in description, f"{name}.{field} is described without its shape"
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,8 @@ def test_a_signature_lists_all_arguments(
 
 
 @pytest.mark.parametrize("name", sorted(public_functions()))
-def test_a_signature_is_read_at_a_glance(name: str) -> None:
-    """No union of the types of arrays is spelled out."""
+def test_a_signature_is_short(name: str) -> None:
+    """Unions of array types have a name."""
     signature = inspect.signature(public_functions()[name])
     for parameter in signature.parameters.values():
         text = str(parameter)
@@ -199,7 +201,7 @@ def test_a_signature_is_read_at_a_glance(name: str) -> None:
         assert text.count("|") < 5, parameter
 
 
-def test_jit_finds_a_static_field_by_its_name() -> None:
+def test_jit_finds_static_arguments_by_name() -> None:
     jitted = jax.jit(
         jkv.generate, static_argnames=("model", "max_new_tokens", "max_running")
     )

@@ -1,4 +1,4 @@
-"""Files for a host of repositories: workflows, the issue form, the citation."""
+"""Repository files: workflows, the issue form, the citation."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ import jkv
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import tasks  # noqa: E402, what workflows run lies in tools
+import tasks  # noqa: E402, in tools, as workflows run it
 
 pytestmark = pytest.mark.one_end
 
@@ -30,7 +30,7 @@ def test_there_are_workflows_for_tests_pages_and_releases() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned_by_commit_with_their_version(path) -> None:
-    """A tag can be moved to another program, a commit cannot."""
+    """A tag can be moved to another commit."""
     used = re.findall(r"uses: (.*)", path.read_text())
     assert used
     for action in used:
@@ -54,7 +54,7 @@ def test_workflows_run_suites_that_exist() -> None:
     suites |= {*re.findall(r"extras: ([\w-]+)$", text, re.MULTILINE)}
     known = {*tasks.SUITES, *tasks.CHECKS}
     assert suites and suites <= known, suites - known
-    # Every check, and every suite that `.ci/run` adds.
+    # Every check, and every extra suite of `.ci/run`.
     assert {*tasks.CHECKS, *tasks.EXTRAS} <= suites
     for file in re.findall(r"python (tools/\w+\.py)", text):
         assert (ROOT / file).is_file()
@@ -62,7 +62,7 @@ def test_workflows_run_suites_that_exist() -> None:
         assert (ROOT / test).is_file()
 
 
-def test_both_ends_of_jax_are_tested() -> None:
+def test_the_oldest_and_newest_jax_are_tested() -> None:
     jobs = read(GITHUB / "workflows" / "tests.yml")["jobs"]
     ends = [each["jax"] for each in jobs["tests"]["strategy"]["matrix"]["include"]]
     assert ends == ["oldest", "newest"]
@@ -80,7 +80,7 @@ def test_only_a_tag_publishes_and_only_that_job_may() -> None:
     assert sum("gh-action-pypi-publish" in step for step in steps) == 1
     text = (GITHUB / "workflows" / "release.yml").read_text()
     assert "secrets." not in text and "password:" not in text
-    # Started by hand (YAML reads `on` as `True`), it is a dry run.
+    # Started manually (YAML reads `on` as `True`), it is a dry run.
     assert "workflow_dispatch" in workflow[True]
 
 
@@ -96,7 +96,7 @@ def test_the_issue_form_requires_the_doctor_report() -> None:
 def test_citation_has_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {jkv.__version__}\n" in text
-    # The changelog begins with "Unreleased", or with this version and its day.
+    # The changelog begins with "Unreleased", or with this version and its date.
     heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     known = [head for head in heads if head != "Unreleased"]
     assert re.fullmatch(rf"{re.escape(jkv.__version__)} - \d{{4}}-\d\d-\d\d", known[0])
@@ -104,7 +104,7 @@ def test_citation_has_this_version() -> None:
 
 
 def test_trusted_inputs_are_documented() -> None:
-    """Folders with contents that are run are named, beside the code that runs them."""
+    """Folders whose contents are executed are named beside the code that does so."""
     text = (ROOT / "SECURITY.md").read_text()
     unpickled = [
         path.stem

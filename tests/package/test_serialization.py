@@ -1,26 +1,26 @@
-"""Programs that take and return caches are kept and read back by `jax.export`."""
+"""Programs on caches are serialized and deserialized by `jax.export`."""
 
 import chex
 import jax
 import numpy as np
 import pytest
 from jax import export
-from support.folding_model import KINDS, make_config
 from support.small_caches import copied, opened, small_config
+from support.states.folding_model import KINDS, make_config
 
 import jkv
-from jkv import serialization
+from jkv import decoding, serialization
 from jkv.attention.kernel.work import lists
 
 LEAF = jax.ShapeDtypeStruct((2,), np.int32)
 
 
 def kept(function, *given):
-    """A function exported for these arguments, written, and read back."""
+    """Return a function exported for these arguments, serialized and deserialized."""
     return export.deserialize(export.export(jax.jit(function))(*given).serialize())
 
 
-def test_an_exported_step_gives_the_bits_of_the_step():
+def test_an_exported_step_is_bit_identical():
     def step(cache, rows):
         cache, batch = jkv.append(cache, np.array([0, -1], np.int32))
         cache = jkv.write(cache, 0, batch, rows, rows)
@@ -37,13 +37,13 @@ def test_an_exported_step_gives_the_bits_of_the_step():
 
 
 def fill(node, **static):
-    """A node with the same leaf in each of its other fields."""
+    """Return a node with the same leaf in each dynamic field."""
     names = {field.name for field in node.__dataclass_fields__.values()}
     return node(**dict.fromkeys(names - static.keys(), LEAF), **static)
 
 
 def make_masks():
-    """One of each class of mask, some with static fields."""
+    """Return one of each mask class, some with static fields."""
     rows = np.array([-1], np.int32)
     spans = jkv.SpanMask(rows, rows, one_window=True, cacheable=True)
     others = jkv.CausalMask(), jkv.TreeMask(rows)
@@ -51,7 +51,7 @@ def make_masks():
 
 
 def make_trees():
-    """Each kind of node, as shapes, and caches of many kinds."""
+    """Return each kind of node as shapes, and caches of many kinds."""
     work = lists.Work(*[LEAF] * len(lists.Work._fields))
     return {
         "caches": [
@@ -59,7 +59,7 @@ def make_trees():
             for config in (
                 *(make_config(kind, pending=3) for kind in KINDS),
                 small_config(dtype="int8", record_tokens=True, values_in_keys=True),
-                small_config(pruning=True),
+                small_config(pruning=True, observed_queries=2),
                 jkv.GroupedConfig(
                     groups=(small_config(), small_config(sliding_window=5)),
                     layer_groups=(0, 1),
@@ -82,19 +82,20 @@ def make_trees():
         ],
         "options": [jkv.Sampling(temperature=0.5), jkv.PromptLookup(cost=3.0)],
         "results": [
-            node(*[LEAF] * len(node._fields)) for node in serialization.NAMED_TUPLES
+            *(node(*[LEAF] * len(node._fields)) for node in serialization.NAMED_TUPLES),
+            decoding.Statistics(LEAF),
         ],
     }
 
 
 def node_types(tree):
-    """The types of all nodes of a structure."""
+    """Return the types of all nodes of a tree structure."""
     found = tree.node_data()
     below = (node_types(child) for child in tree.children())
     return set().union(() if found is None else {found[0]}, *below)
 
 
-def test_all_nodes_are_written_and_read_back():
+def test_all_nodes_round_trip():
     trees = make_trees()
     structure = jax.tree.structure(((trees,), {}))
     nodes = serialization.DATACLASSES + serialization.NAMED_TUPLES
@@ -111,14 +112,14 @@ def test_unserializable_caches_are_refused_with_a_reason():
 
 
 @pytest.mark.one_end
-def test_a_program_of_other_fields_is_refused():
+def test_a_program_with_other_fields_is_refused():
     with pytest.raises(jkv.UsageError, match="with this version of jkv"):
         serialization._reader(jkv.Ring)(b'{"size": 3}')
 
 
 @pytest.mark.one_end
-def test_a_symbolic_number_of_requests_is_refused_in_words():
-    """Each verb's programs are of a number of requests that is known."""
+def test_a_symbolic_number_of_requests_is_refused():
+    """Every verb needs a static number of requests."""
     (count,) = export.symbolic_shape("count")
     ids = jax.ShapeDtypeStruct((count,), np.int32)
     for verb in (jkv.allocate, jkv.append, jkv.free, jkv.fork, jkv.touch):

@@ -1,4 +1,4 @@
-"""`make test` runs every test, and says so when one of its processes fails."""
+"""`make test` runs every test, and fails if one of its processes fails."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import parallel  # noqa: E402, what the Makefile runs lies in tools
+import parallel  # noqa: E402, in tools, as the Makefile runs it
 import tasks  # noqa: E402
 
 pytestmark = pytest.mark.one_end
@@ -33,38 +33,43 @@ def test_every_test_is_in_one_suite_of_the_oldest_jax() -> None:
             if not name.startswith("newest") and is_given(file, task.arguments)
         ]
         further = [name for name in holders if name.startswith("further")]
+        if file.startswith("tests/under/"):
+            # The suite of its library runs it; the others exclude it.
+            name = f"under-{path.stem.removeprefix('test_').replace('_', '-')}"
+            holders = [each for each in holders if each == name]
         assert len(holders) - len(further) == 1, (file, holders)
-        # Cases that it leaves for later are in a suite that `.ci/run` names.
+        # Its further cases are in a suite that `.ci/run` names.
         if re.search(r"[*.]further\b", path.read_text()):
             assert len(further) == 1, (file, holders)
             assert f" {further[0]} " in CI.read_text().replace('"', " ")
 
 
 def is_given(file: str, arguments: tuple[str, ...]) -> bool:
-    """True if pytest's arguments lead to a file."""
+    """Return True if pytest's arguments include a file."""
     given = [path for path in arguments if not path.startswith("--")]
-    # Paths that pyproject.toml leaves out run where they are named.
+    # Paths excluded by pyproject.toml run if they are named.
     ignored = [
         path.removeprefix("--ignore=") for path in arguments if path not in given
     ]
     given, ignored = given or ["tests"], ignored + ["tests/devices"] * (not given)
-    alone = ("tests/integrations", "tests/harness", "tests/models", "tests/replicated")
+    names = ("integrations", "harness", "models", "replicated", "under")
+    alone = [f"tests/{name}" for name in names]
     ignored += [folder for folder in alone if folder not in given]
     ignored = [path for path in ignored if path not in given]
     return file.startswith((*given,)) and not file.startswith((*ignored,))
 
 
-def test_everything_has_all_but_the_extras() -> None:
+def test_everything_includes_all_but_the_extras() -> None:
     everything = tasks.choose_everything(None, [])
     assert {*everything} == {*tasks.SUITES, *tasks.CHECKS} - {*tasks.EXTRAS}
     assert {*tasks.choose_everything(None, ["tunix"])} - {*everything} == {"tunix"}
     newest = tasks.choose_everything("newest", [])
     assert newest and all(task.layers == tasks.NEWEST for task in newest.values())
-    # A page with broken links is an error.
+    # Broken links are errors.
     assert "--strict" in everything["docs"].arguments
 
 
-def test_a_failed_job_is_shown_and_stops_its_dependents(
+def test_a_failed_job_is_reported_and_stops_its_dependents(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     jobs = [
@@ -88,10 +93,10 @@ def test_a_failed_job_is_shown_and_stops_its_dependents(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_all_processes(
+def test_an_interrupt_stops_all_processes(
     number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:
-    # A process with a child that waits, too.
+    # Including a process with a waiting child.
     code = "sleep 60 & echo $$ $! > $$; mv $$ pids.$$; wait"
     script = (
         "import pathlib, sys, parallel, run\n"
@@ -112,9 +117,11 @@ def test_an_interrupt_ends_all_processes(
         assert started.poll() is None, started.communicate()
         time.sleep(0.01)
     started.send_signal(number)
-    said, _ = started.communicate(timeout=30)
+    output, _ = started.communicate(timeout=30)
     assert started.returncode == 130
-    assert said.splitlines()[-1].startswith("interrupted") and "Traceback" not in said
+    assert (
+        output.splitlines()[-1].startswith("interrupted") and "Traceback" not in output
+    )
     for pid in [int(pid) for path in found for pid in path.read_text().split()]:
         for _ in range(1000):
             if not is_running(pid):
@@ -124,7 +131,7 @@ def test_an_interrupt_ends_all_processes(
 
 
 def is_running(pid: int) -> bool:
-    """True if a process is there and no zombie."""
+    """Return True if a process exists and is not a zombie."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Public functions and the engine under `jax.transfer_guard("disallow")`.
 
-They get lists, ints and numpy arrays, and transfer them on purpose. A guard that the
-thread of a caller has set does not end an engine.
+They transfer lists, ints and numpy arrays explicitly. A guard set in the caller's
+thread does not stop an engine.
 """
 
 import contextlib
@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.serving.small_engines import make_engine, pool
 from support.small_caches import copied
-from support.small_engines import make_engine, pool
 from test_wrong_kinds import FUNCTIONS, NAMED, calls
 
 import jkv
+from jkv.arguments import GUARDS
 from jkv.grammar import Vocabulary, from_choices
-from jkv.guards import GUARDS
 
 pytestmark = pytest.mark.one_end
-# Files that are not there, pools that this cache has not, results without arrays.
+# Missing files, pools that this cache does not have, results without arrays.
 OTHERS = {"load", "save", "check_exact", "debug", "measure_formats", "spill"}
-OTHERS |= {"over_pools", "split_pools", "keep_compiled_programs"}
+OTHERS |= {"over_pools", "split_pools", "keep_compiled_programs", "model_of"}
 
 
 @pytest.mark.parametrize("name", sorted({*FUNCTIONS} - OTHERS))
@@ -48,7 +48,7 @@ def test_loops_with_a_donated_cache():
     assert found.tokens.tolist() == [[3, 4]]
 
 
-def test_explicit_transfers_stay_forbidden():
+def test_other_transfers_stay_forbidden():
     with (
         jax.transfer_guard("disallow_explicit"),
         pytest.raises(Exception, match="Disallowed"),
@@ -56,14 +56,14 @@ def test_explicit_transfers_stay_forbidden():
         jkv.allocate(calls()["free"][0], [3])
 
 
-def test_an_error_under_a_guard_keeps_its_words():
+def test_an_error_under_a_guard_keeps_its_message():
     cache = calls()["free"][0]
     with jax.transfer_guard("disallow"), pytest.raises(ValueError, match="seq_ids"):
         jkv.free(cache, "5")
 
 
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
-def test_an_engine_goes_on_under_a_guard(level):
+def test_an_engine_runs_under_a_guard(level):
     cache = copied(pool())
     with jax.transfer_guard(level):
         engine = make_engine(cache=cache)
@@ -73,7 +73,7 @@ def test_an_engine_goes_on_under_a_guard(level):
     assert guarded.tokens == again.tokens and not engine.has_failed
 
 
-def test_an_engines_thread_goes_on_under_a_guard_of_the_process():
+def test_an_engines_thread_runs_under_a_global_guard():
     before = {name: getattr(jax.config, name) for name in GUARDS}
     with contextlib.ExitStack() as after:
         for name, level in before.items():
@@ -85,7 +85,7 @@ def test_an_engines_thread_goes_on_under_a_guard_of_the_process():
     jnp.zeros(2) + 1
 
 
-def test_values_are_made_under_a_guard():
+def test_values_are_created_under_a_guard():
     with jax.transfer_guard("disallow"):
         sampling = jkv.Sampling(temperature=[0.5, 1.0], seeds=3)
         prompts = jkv.decoding.Prompts.of([[1, 2], [3]], stop_tokens=[5])

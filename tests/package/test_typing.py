@@ -15,8 +15,8 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 SCRIPTS = [ROOT / "examples" / "quickstart.py", HERE / "typed_port.py"]
 
-# The result of `jax.jit` has no type for pyright, nor have its own arguments: parts of
-# JAX are not written in Python. jkv itself is checked for unknown types separately.
+# Neither the result of `jax.jit` nor its arguments have a type in pyright: parts of JAX
+# are not written in Python. jkv itself is checked for unknown types separately.
 PYRIGHT = {
     "include": [str(script) for script in SCRIPTS],
     "typeCheckingMode": "strict",
@@ -25,7 +25,7 @@ PYRIGHT = {
     "reportUnknownVariableType": False,
     "reportUnknownArgumentType": False,
 }
-# Flags of mypy's strict mode that the package's settings leave out.
+# Flags of mypy's strict mode that the package's settings omit.
 STRICTER = "disallow-untyped-calls, warn-return-any, warn-unused-ignores"
 
 WRONG = """
@@ -54,9 +54,9 @@ NUM_OF_FLOATS = 6
 
 
 def run(tool, *arguments):
-    """Run a type checker of this environment; its exit code and its output."""
+    """Run a type checker of this environment; return its exit code and output."""
     command = [pathlib.Path(sys.executable).with_name(tool), *arguments]
-    # When checking the package itself, pyright overlooks editable installs.
+    # Pyright does not find editable installs when it checks the package itself.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True
@@ -74,15 +74,15 @@ def test_the_typed_port_runs():
 
 @pytest.mark.slow
 def test_mypy_in_strict_mode(tmp_path):
-    """With the package's settings, made stricter; mypy keeps their results."""
+    """The package's settings are made stricter; mypy caches the results."""
     scripts = {script.name: script.read_text() for script in SCRIPTS}
     for name, text in (scripts | {"wrong.py": WRONG}).items():
         (tmp_path / name).write_text(f"# mypy: {STRICTER}\n{text}")
     files = [tmp_path / name for name in (*scripts, "wrong.py")]
-    code, said = run("mypy", f"--config-file={ROOT / 'pyproject.toml'}", *files)
-    faults = [line for line in said.splitlines() if ": error:" in line]
-    assert code == 1 and len(faults) == 2 + NUM_OF_FLOATS, said
-    assert all("wrong.py" in fault for fault in faults), said
+    code, output = run("mypy", f"--config-file={ROOT / 'pyproject.toml'}", *files)
+    faults = [line for line in output.splitlines() if ": error:" in line]
+    assert code == 1 and len(faults) == 2 + NUM_OF_FLOATS, output
+    assert all("wrong.py" in fault for fault in faults), output
 
 
 @pytest.mark.slow
@@ -93,13 +93,13 @@ def test_pyright_in_strict_mode(tmp_path):
     project.write_text(
         json.dumps(PYRIGHT | {"include": [*PYRIGHT["include"], str(wrong)]})
     )
-    code, said = run(
+    code, output = run(
         "basedpyright",
         "--outputjson",
         f"--pythonpath={sys.executable}",
         f"--project={project}",
     )
-    report = json.loads(said)
+    report = json.loads(output)
     faults = report["generalDiagnostics"]
     assert report["summary"]["filesAnalyzed"] == 3
     assert {fault["file"] for fault in faults} == {str(wrong)}, faults
@@ -108,14 +108,14 @@ def test_pyright_in_strict_mode(tmp_path):
 
 @pytest.mark.slow
 def test_no_type_of_the_package_is_unknown():
-    _, said = run(
+    _, output = run(
         "basedpyright",
         "--outputjson",
         f"--pythonpath={sys.executable}",
         "--verifytypes=jkv",
         "--ignoreexternal",
     )
-    symbols = json.loads(said)["typeCompleteness"]["symbols"]
+    symbols = json.loads(output)["typeCompleteness"]["symbols"]
     # Integrations have types of packages that are not installed here.
     exported = [
         symbol
@@ -127,7 +127,7 @@ def test_no_type_of_the_package_is_unknown():
         for each in exported
         if not each["isTypeKnown"] and not each["isTypeAmbiguous"]
     }
-    # Not all of the client library's `Metric` has a type.
+    # The client library's `Metric` is only partly typed.
     collector = "jkv.serving.prometheus.EngineCollector"
     unknown -= {collector, f"{collector}.collect"}
     assert len(exported) > 1000 and not unknown, unknown

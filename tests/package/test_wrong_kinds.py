@@ -1,4 +1,4 @@
-"""Every argument of every public function answers a value of another kind in words."""
+"""Every argument of every public function reports values of a wrong type."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.one_end
 
 
 class Wrapped:
-    """An array in a thing that JAX takes for one, as flax's `nnx.Param` is."""
+    """An array in a wrapper that JAX accepts, such as flax's `nnx.Param`."""
 
     def __init__(self, array):
         self.array = array
@@ -42,14 +42,14 @@ def call(function, bound):
 
 @functools.cache
 def calls():
-    """Arguments of a good call of each function, by its name."""
+    """Return arguments of a valid call of each function, by name."""
     cache = opened(3, 3, prefix_caching=True, pruning=True)
     ids = np.array([0, 1], np.int32)
     stepped, batch = jkv.append(cache, ids)
     rows = jnp.ones((2, 1, cache.head_dim), jnp.bfloat16)
     pool, one = jnp.ones((1, 4, 1, 4, 8)), jnp.ones(2, jnp.int32)
     of_requests = (jnp.zeros((2, 2), jnp.int32), jnp.arange(2), jnp.arange(2), one, one)
-    texts = count_on, None, cache, [[1, 2]]
+    of_prompts = count_on, None, cache, [[1, 2]]
     of_states = jkv.init(
         jkv.StateConfig(
             num_layers=1,
@@ -59,6 +59,7 @@ def calls():
         )
     )
     state_batch = jkv.append(jkv.allocate(of_states, [0])[0], [0])[1]
+    observing = jkv.init(small_config(observed_queries=2))
     return {
         **dict.fromkeys(("append", "free", "fork", "touch", "swap_out"), (cache, ids)),
         **dict.fromkeys(("allocate", "can_allocate"), (cache, [3])),
@@ -68,17 +69,23 @@ def calls():
         ),
         **dict.fromkeys(("least_recently_used", "snapshots", "evict"), (cache, 1)),
         **dict.fromkeys(("truncate", "reorder", "slots"), (cache, ids, ids)),
-        **dict.fromkeys(("generate", "beam_search", "check_exact"), texts),
+        **dict.fromkeys(("generate", "beam_search", "check_exact"), of_prompts),
         "attend": (stepped, 0, batch, rows),
         "write": (stepped, 0, batch, rows, rows),
         "commit": (stepped, batch),
         "page_table": (stepped, batch),
         "keep_rows": (stepped, batch, np.array([[0], [0]], np.int32)),
         "peek": (cache, ids),
+        "record": (stepped, batch, np.zeros((batch.num_rows,), np.int32)),
+        "with_drafter": (small_config(), jkv.PromptLookup()),
         "with_mask": (batch, jkv.CausalMask()),
         "match": (cache, [[1, 2, 3, 4]]),
+        "overwrite": (cache, 0, ids, [0, 0], rows, rows),
         "prune": (cache, ids, [[0], [1]], 1),
+        "scrub": (cache,),
         "top_tokens": (jnp.ones((1, 3)), 1, [2], 2),
+        "observe": (stepped, 0, batch, rows),
+        "read_queries": (observing, 0, 0),
         "read": (cache, 0, 0),
         "read_slot": (cache, 0, 0, 0),
         "resize": (cache, 16),
@@ -115,13 +122,13 @@ WRONG = (
     *("5", object(), {"a": 1}, [object()], np.array(["x"]), 10**30),
     *((1, 2, "3"), np.ones((3, 3, 3, 3), np.float32), float("nan"), 1j, None),
 )
-# Arguments without wrong values: a model's own business.
+# Arguments without wrong values, such as a model's parameters.
 FREE = {"params"}
 EXPECTED = (ValueError, NotImplementedError, jkv.CacheError, OSError)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_value_of_another_kind(name):
+def test_values_of_wrong_types_are_reported(name):
     function = getattr(jkv, name)
     signature = inspect.signature(inspect.unwrap(function))
     cache = calls()["free"][0]
@@ -133,13 +140,13 @@ def test_a_value_of_another_kind(name):
                 continue
             wrong = signature.bind(*good.args, **good.kwargs)
             wrong.arguments[argument] = value
-            # Some are taken after all, as a str is where a list of names is.
+            # Some are accepted, such as a str as a list of names.
             with contextlib.suppress(*EXPECTED):
                 jax.eval_shape(functools.partial(call, function, wrong))
 
 
 def test_array_wrappers_are_accepted():
-    """By verbs, by functions without a cache, and inside a jit."""
+    """Verbs, functions without a cache, and functions inside jit accept them."""
     plain = dict.fromkeys(
         ("attend", "write", "append", "paged_attention", "fold_state")
     )
@@ -181,7 +188,7 @@ def test_array_wrappers_are_accepted():
         (lambda: jkv.init(small_config(), device="cpu"), "device must be"),
     ],
 )
-def test_the_words(mistake, words):
+def test_error_messages(mistake, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         mistake()
 
@@ -205,7 +212,7 @@ def swap_in_a_pair():
     return jkv.swap_in(cache, jkv.swap_out(cache, [0]))
 
 
-def test_an_error_of_another_cause_stays():
+def test_errors_of_other_causes_are_unchanged():
     def broken(_params, _tokens, _cache, _batch):
         raise TypeError("of the model")
 
@@ -233,7 +240,7 @@ def test_an_error_of_another_cause_stays():
     ],
 )
 @pytest.mark.one_end
-def test_arrays_of_wrong_axes_are_named(axes, sizes, kind, words):
+def test_arrays_with_wrong_axes_are_named(axes, sizes, kind, words):
     array = np.zeros((2, 3, 4), np.float32)
     if words is None:
         found = expect("x", array, axes, sizes, kind)

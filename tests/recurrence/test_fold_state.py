@@ -1,8 +1,8 @@
-"""The state of a sequence is the fold of its tokens, after any roll-back.
+"""The state of a sequence is the fold of its tokens, after any rollback.
 
-The reference is a plain loop over the tokens of each sequence, in numpy: the cache must
-equal it after steps of uneven rows, rejected draft tokens, forks and new sequences in
-rows that were used before.
+The reference is a plain numpy loop over the tokens of each sequence: the cache must
+equal it after steps of uneven rows, rejected draft tokens, forks, and new sequences in
+reused rows.
 """
 
 import functools
@@ -73,7 +73,7 @@ def make_step(has_chunks):
     return jax.jit(step, donate_argnums=0)
 
 
-class Texts:
+class Sequences:
     """The tokens of each sequence, and a plain loop's state after them."""
 
     def __init__(self, generator):
@@ -81,7 +81,7 @@ class Texts:
         self.tokens = {}
 
     def draw(self, counts):
-        """Return tokens for rows of the step, NaN in unused ones."""
+        """Draw tokens for the rows of a step; unused rows are NaN."""
         draw = self.generator.normal
         inputs = dict(
             x=draw(size=(R, DIM)), scale=draw(size=R), query=draw(size=(R, DIM))
@@ -114,59 +114,59 @@ class Texts:
 @pytest.mark.parametrize(
     "max_pending, has_chunks", few([(Q, True), (0, True), (Q, False)], (Q, True))
 )
-def test_steps_and_tokens_taken_back(max_pending, has_chunks):
+def test_steps_and_rollbacks(max_pending, has_chunks):
     generator = np.random.default_rng(3 + max_pending)
-    texts, step = Texts(generator), make_step(has_chunks)
+    sequences, step = Sequences(generator), make_step(has_chunks)
     cache = with_storage_filled(jkv.init(make_config(max_pending)), np.nan)
     cache, opened = jkv.allocate(cache, np.zeros(3, np.int32))
     seq_ids = np.asarray(opened.seq_ids)
-    texts.tokens = {int(seq_id): [] for seq_id in seq_ids}
-    before = dict.fromkeys(texts.tokens, 0)
+    sequences.tokens = {int(seq_id): [] for seq_id in seq_ids}
+    before = dict.fromkeys(sequences.tokens, 0)
     for number in range(30):
-        # Single tokens mostly, and now and then a prompt or several guesses.
+        # Mostly single tokens, sometimes a prompt or several draft tokens.
         counts = generator.integers(0, 2, 3) * generator.choice([1, 1, 1, 4, 11], 3)
         counts = np.minimum(counts, R - np.cumsum(counts) + counts).clip(0)
-        lengths = [len(texts.tokens[seq_id]) for seq_id in seq_ids.tolist()]
+        lengths = [len(sequences.tokens[seq_id]) for seq_id in seq_ids.tolist()]
         counts = np.where(np.add(lengths, counts) > 60, 0, counts)
         counts = counts.astype(np.int32)
         pending = np.minimum(generator.integers(0, Q + 1, 3), max_pending)
-        # As many as were pending and come anew, at most: some stay for several steps.
+        # At most the pending and the new tokens; some stay pending for several steps.
         most = counts + [before[seq_id] for seq_id in seq_ids.tolist()]
         pending = np.where(counts > 0, np.minimum(pending, most), 0).astype(np.int32)
-        inputs = texts.draw(counts)
+        inputs = sequences.draw(counts)
         cache, batch, outputs = step(cache, seq_ids, counts, pending, inputs)
         jkv.raise_for_status(batch.status)
-        expected = texts.read(seq_ids.tolist(), counts, inputs)
+        expected = sequences.read(seq_ids.tolist(), counts, inputs)
         np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
 
-        # Some of the pending tokens are rolled back, or none.
+        # Roll back some of the pending tokens, or none.
         for i, seq_id in enumerate(seq_ids.tolist()):
             if counts[i]:
                 before[seq_id] = int(pending[i])
-        cut = [int(generator.integers(0, before[i] + 1)) for i in texts.tokens]
+        cut = [int(generator.integers(0, before[i] + 1)) for i in sequences.tokens]
         lengths = np.asarray(
             [
                 len(tokens) - c
-                for tokens, c in zip(texts.tokens.values(), cut, strict=True)
+                for tokens, c in zip(sequences.tokens.values(), cut, strict=True)
             ]
         )
         cache, status = jkv.truncate(cache, seq_ids, lengths.astype(np.int32))
         jkv.raise_for_status(status)
-        for seq_id, length, c in zip(texts.tokens, lengths, cut, strict=True):
-            del texts.tokens[seq_id][length:]
+        for seq_id, length, c in zip(sequences.tokens, lengths, cut, strict=True):
+            del sequences.tokens[seq_id][length:]
             before[seq_id] -= c
         jkv.check(cache)
         if number == 20:
-            # A row that was used before begins anew.
+            # A reused row starts from zeros.
             cache, _ = jkv.free(cache, seq_ids[:1])
             cache, opened = jkv.allocate(cache, np.zeros(1, np.int32))
             assert int(opened.seq_ids[0]) == int(seq_ids[0])
-            texts.tokens[int(seq_ids[0])], before[int(seq_ids[0])] = [], 0
+            sequences.tokens[int(seq_ids[0])], before[int(seq_ids[0])] = [], 0
 
 
 @pytest.mark.one_end
-def test_a_plain_step_folds_its_rows_once():
-    """Nothing is pending before it or after it: neither replayed nor guessed."""
+def test_a_plain_step_makes_one_pass():
+    """Without pending tokens, nothing is replayed or drafted."""
     passes = []
 
     def noting(state, given):
@@ -191,7 +191,7 @@ def test_a_plain_step_folds_its_rows_once():
 
 
 @pytest.mark.one_end
-def test_wrong_use_is_named():
+def test_invalid_use_is_named():
     cache, opened = jkv.allocate(jkv.init(make_config(Q)), np.zeros(1, np.int32))
     cache, batch = jkv.append(cache, opened.seq_ids)
     inputs = dict(x=jnp.ones((1, DIM)), scale=jnp.ones(1), query=jnp.ones((1, DIM)))

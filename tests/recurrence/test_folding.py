@@ -1,6 +1,6 @@
 """States folded over ragged rows equal a plain loop over each request's tokens.
 
-Rows of nobody and states without rows are full of NaN: none of it may be seen.
+Padding rows and states without rows are full of NaN, which must not spread.
 """
 
 import functools
@@ -26,7 +26,7 @@ B, R, C = 6, 48, 16
 
 
 def rule(state, given):
-    """A sum that decays, and a count of tokens; puts out both."""
+    """A decaying sum, and a count of tokens; both are outputs."""
     total = state["total"] * given["decay"] + given["x"][:, None] * given["x"][None, :]
     count = state["count"] + 1
     output = {"read": total @ given["query"], "count": count}
@@ -34,7 +34,7 @@ def rule(state, given):
 
 
 def chunk_rule(state, inputs, count):
-    """The same for pieces; inputs past the count would change the result."""
+    """The rule for chunks; inputs past the count would change the result."""
 
     def step(state, given):
         state, output = rule(state, given)
@@ -43,7 +43,7 @@ def chunk_rule(state, inputs, count):
     past = jnp.arange(C) >= count
     states, outputs = jax.lax.scan(step, state, inputs)[1]
     state = jax.tree.map(lambda each: each[count - 1], states)
-    # Inputs past the count are promised to be zeros; outputs may be anything.
+    # Inputs past the count must be zeros; outputs may be anything.
     is_clean = jnp.all(jnp.where(past[:, None], inputs["x"] == 0, True))
     state["total"] = jnp.where(is_clean, state["total"], jnp.nan)
     outputs["read"] = jnp.where(past[:, None], jnp.nan, outputs["read"])
@@ -69,7 +69,7 @@ def compiled(has_chunks, has_positions, alike=False):
 
 
 def make(counts, seed=0):
-    """Return states, inputs and starts; NaN where nothing is anybody's."""
+    """Return states, inputs and starts; unused rows are NaN."""
     generator = np.random.default_rng(seed)
     gaps = generator.multinomial(R - sum(counts), np.ones(B + 1) / (B + 1))
     starts = np.cumsum(gaps[:-1]) + np.cumsum([0, *counts[:-1]])
@@ -91,7 +91,7 @@ def make(counts, seed=0):
 
 
 def fold_plainly(state, inputs, starts, counts):
-    """Return outputs and states of a loop over tokens, in float64."""
+    """Return outputs and states of a plain loop, in float64."""
     total = state["total"].astype(np.float64)
     outputs = dict(read=np.zeros((R, 3)), count=np.zeros(R, np.int32))
     count = state["count"].copy()
@@ -110,8 +110,8 @@ def assert_alike(got, expected):
         np.testing.assert_allclose(got[name], array, rtol=2e-4, atol=2e-4)
 
 
-# Single tokens; one prompt beside them; several prompts, more than lanes; all at once;
-# few rows; exactly the pieces' size, one more and one less; nothing.
+# Single tokens; a prompt beside them; more prompts than lanes; all at once; few rows;
+# the chunk size, plus and minus one; nothing.
 COUNTS = [
     (1, 1, 1, 1, 1, 1),
     (1, 0, 41, 1, 1, 0),
@@ -187,7 +187,7 @@ def test_chunking_does_not_change_equal_rows():
 
 
 @pytest.mark.one_end
-def test_pieces_end_at_multiples():
+def test_chunks_end_at_multiples():
     seen = []
 
     def noting(state, inputs, count):
@@ -208,8 +208,8 @@ def test_pieces_end_at_multiples():
         seen.clear()
 
 
-def test_pending_tokens_are_replayed_and_draft_tokens_are_not_kept():
-    """A replay of three, three rows and two guesses are one text of eight."""
+def test_pending_tokens_are_replayed_and_draft_tokens_are_dropped():
+    """Three replayed tokens, three rows and two draft tokens form one sequence."""
     state, inputs, starts, counts = make((8, 5, 0, 1, 1, 0))
     before = np.array([3, 3, 0, 0, 0, 0], np.int32)
     after = np.array([2, 2, 0, 1, 0, 0], np.int32)
@@ -225,7 +225,7 @@ def test_pending_tokens_are_replayed_and_draft_tokens_are_not_kept():
     @jax.jit
     def fold(state, pending, inputs, starts, counts):
         lacking = {"query": inputs["query"]}
-        # Of the three pending tokens one stays so.
+        # One of the three pending tokens stays pending.
         settled = Pending(pending, jnp.zeros_like(starts), before - stays)
         state = replay(rule, state, settled, lacking)
         starts, counts = starts + before, counts - before
@@ -243,7 +243,7 @@ def test_pending_tokens_are_replayed_and_draft_tokens_are_not_kept():
 
 
 @pytest.mark.one_end
-def test_a_step_of_single_tokens_makes_one_pass():
+def test_a_decode_step_makes_one_pass():
     passes = []
 
     def noting(state, given):
@@ -285,8 +285,8 @@ def test_no_rows_and_wrong_sizes():
         fold_rows(rule, state, inputs, Rows(starts, counts), chunk_size=0)
 
 
-def test_states_of_requests_without_rows_may_be_given_up():
-    """The others are the same bits, in a pass less where outputs are read from them."""
+def test_states_of_requests_without_rows_may_be_dropped():
+    """The others are bit-identical, with one pass less."""
     rng = np.random.default_rng(5)
     shape, rows = (11, 5, 7), 40
     state = {"s": rng.standard_normal(shape).astype(np.float32)}

@@ -1,4 +1,4 @@
-"""A cluster of Ray on this machine, with replicas of the bundled model."""
+"""A local Ray cluster with replicas of the bundled model."""
 
 import argparse
 import asyncio
@@ -10,7 +10,7 @@ import time
 
 import pytest
 from support.paths import EXAMPLES
-from support.replicas import find_replicas
+from support.serving.replicas import find_replicas
 
 SIZES = "--context 512 --max-running 4 --max-new-tokens 480 --rows 16 --scan-layers"
 PORT = 8765
@@ -18,12 +18,12 @@ PORT = 8765
 
 @pytest.fixture(scope="session")
 def make_options():
-    """Make the options of the command line of `serve_ray.py`."""
+    """Function that creates the command-line options of `serve_ray.py`."""
     from served.loading import add_options
 
     parser = argparse.ArgumentParser()
     add_options(parser, may_share=False)
-    base = dict(max_waiting=64, grammars=0, kept_texts=16, cpus=0.1, gpus=0.0)
+    base = dict(max_waiting=64, grammars=0, kept_sequences=16, cpus=0.1, gpus=0.0)
 
     def make(replicas, weights=None):
         options = parser.parse_args(SIZES.split())
@@ -36,14 +36,14 @@ def make_options():
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    """Join a cluster that ends with the tests."""
+    """A cluster that stops with the tests."""
     import ray
     from ray import serve
     from replicated.application import join_cluster
 
     programs = str(tmp_path_factory.mktemp("programs"))
     with pytest.MonkeyPatch.context() as patch:
-        # Replicas compile alike, and share one folder of compiled programs.
+        # Replicas compile the same programs, and share one cache folder.
         patch.setenv("XDG_CACHE_HOME", programs)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         join_cluster()
@@ -54,7 +54,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def deploy(request, make_options):
-    """Run replicas; running ones are changed to the requested options."""
+    """Function that runs replicas; running ones are changed to the given options."""
     from replicated.application import make_application, run
 
     request.getfixturevalue("cluster")
@@ -74,7 +74,7 @@ def replicas(deploy):
 
 @pytest.fixture(scope="session")
 def alone(make_options):
-    """Return the answers of one engine: the app of a server on one machine."""
+    """Function that returns the answers of a single server."""
     from replicated.forwarding import Forwarded, call_app
     from served.api import make_app
     from served.loading import load
@@ -97,13 +97,13 @@ def alone(make_options):
 
 @pytest.fixture
 def url():
-    """The address of the endpoint for texts."""
+    """The URL of the completions endpoint."""
     return f"http://127.0.0.1:{PORT}/v1/completions"
 
 
 @pytest.fixture
 def ask(url):
-    """Return a function that posts to the endpoint: the status, and the JSON."""
+    """Function that posts to the endpoint and returns the status and the JSON."""
     import httpx
 
     async def send(client, body):
@@ -122,13 +122,13 @@ def ask(url):
 
 @pytest.fixture
 def find_processes():
-    """Return a function that finds the process ids of the replicas."""
+    """Function that returns the process ids of the replicas."""
     return find_replicas
 
 
 @pytest.fixture
 def kill(find_processes):
-    """Kill replicas, so that they can say nothing; return when they are gone."""
+    """Function that kills replicas by SIGKILL and waits for their end."""
 
     def kill_some(count=1):
         killed = find_processes()[:count]
@@ -142,7 +142,7 @@ def kill(find_processes):
 
 @pytest.fixture
 def read_numbers():
-    """Read the numbers of all replicas: for each name a number for each replica."""
+    """Function that reads the metrics of all replicas, by name and replica."""
     import urllib.request
 
     from prometheus_client.parser import text_string_to_metric_families

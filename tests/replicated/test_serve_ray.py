@@ -1,4 +1,4 @@
-"""`serve_ray.py`: replicas that die, change weights, and find cached prefixes."""
+"""`serve_ray.py`: lost replicas, weight updates, and prefix-aware routing."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ PROMPTS = [f"{topic} is described in the library." for topic in "list dict set".
 
 
 def write_requests(num_prompts, repeats):
-    """Prompts that share long beginnings, each with an end of its own."""
+    """Return prompts that share long prefixes, each with its own end."""
     beginnings = [
         f"{i} {topic}: this module of the standard library provides classes and "
         "functions for programs that need more than the built-in types, such as "
@@ -40,7 +40,7 @@ def wait_for_replicas(find_processes):
         time.sleep(0.5)
 
 
-def test_replica_answers_equal_one_engine(ask, alone):
+def test_replica_answers_equal_a_single_engine(ask, alone):
     bodies = [{"prompt": p, "max_tokens": 12, "temperature": 0} for p in PROMPTS]
     for (status, found), body in zip(ask(bodies * 3), bodies * 3, strict=True):
         assert status == 200
@@ -49,7 +49,7 @@ def test_replica_answers_equal_one_engine(ask, alone):
     assert status == 400 and found["error"]["param"] == "prompt"
 
 
-def test_a_stream_comes_in_parts(url, alone):
+def test_a_stream_arrives_in_parts(url, alone):
     body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as reply:
         lines = [line[6:] for line in reply.iter_lines() if line]
@@ -58,8 +58,8 @@ def test_a_stream_comes_in_parts(url, alone):
     assert text == alone(**body)["choices"][0]["text"]
 
 
-def test_prefixes_are_found_as_by_one_engine(ask, alone, read_numbers):
-    """The hit rate of three replicas is at least 0.9 of one engine's."""
+def test_prefix_hits_are_close_to_a_single_engines(ask, alone, read_numbers):
+    """The hit rate of three replicas is at least 0.9 of a single engine's."""
     bodies = write_requests(num_prompts=8, repeats=6)
 
     def count(numbers):
@@ -99,7 +99,7 @@ def test_a_killed_replica_loses_no_request(ask, alone, kill, find_processes):
 
 
 def test_a_cut_stream_ends_with_an_error(url, kill, find_processes):
-    """All replicas die when the first stream has begun, so that one is cut at least."""
+    """All replicas die after the first stream has started, so at least one is cut."""
 
     async def read(client, number, has_begun):
         body = dict(prompt=f"{number} is", max_tokens=480, stream=True, ignore_eos=True)
@@ -129,7 +129,7 @@ def test_a_cut_stream_ends_with_an_error(url, kill, find_processes):
     wait_for_replicas(find_processes)
 
 
-def test_weights_change_one_replica_after_the_other(
+def test_weights_are_updated_one_replica_at_a_time(
     ask, deploy, other_weights, read_numbers
 ):
     body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
@@ -145,8 +145,8 @@ def test_weights_change_one_replica_after_the_other(
     assert len(set(found)) == 1 and found[0] != before["choices"][0]["text"]
 
 
-def test_replicas_follow_the_load(ask, deploy, find_processes):
-    serve.delete("jkv")  # else too many replicas would first have to be idle for long
+def test_replicas_scale_with_the_load(ask, deploy, find_processes):
+    serve.delete("jkv")  # else surplus replicas would have to be idle for long
     deploy((1, 2))
     assert len(find_processes()) == 1
     body = {"prompt": "The", "max_tokens": 400, "ignore_eos": True, "n": 4}

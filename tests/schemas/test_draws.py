@@ -1,6 +1,6 @@
-"""Texts of random schemas are valid, by the judgement of the package `jsonschema`.
+"""Strings drawn from random schemas are valid by the package `jsonschema`.
 
-A suite of its own, `schemas`. Numbers are judged as they are written, not as floats.
+A separate suite, `schemas`. Numbers are validated as written, not as floats.
 """
 
 import decimal
@@ -9,7 +9,7 @@ import random
 import re
 
 import pytest
-from support.random_schemas import draw_text, make_schema, make_wrong_schema
+from support.grammar.random_schemas import draw_text, make_schema, make_wrong_schema
 
 from jkv.grammar import TooLarge, Unsupported, Vocabulary, from_json_schema
 from jkv.grammar.bounds import Bounds
@@ -19,7 +19,7 @@ from jkv.grammar.schema.compilation import compile_schema as texts_of
 
 jsonschema = pytest.importorskip("jsonschema")
 LETTERS = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
-# A judge's numbers have three digits of an exponent.
+# The validator cannot handle exponents of three digits.
 LARGE = re.compile(rb"[eE][+-]?[0-9]{3}")
 
 
@@ -44,7 +44,7 @@ def test_draws_of_random_schemas_are_valid(first):
         except (Unsupported, TooLarge):
             continue
         if not automaton.accepting.any():
-            continue  # no text
+            continue  # the schema has no string
         num_served += 1
         judge = jsonschema.Draft202012Validator(
             exact(json.dumps(schema)), format_checker=jsonschema.FormatChecker()
@@ -55,14 +55,14 @@ def test_draws_of_random_schemas_are_valid(first):
                 try:
                     is_valid = judge.is_valid(exact(text))
                 except (RecursionError, decimal.InvalidOperation):
-                    continue  # the judge's own
+                    continue  # the validator's error
                 assert is_valid, (seed, text, schema)
                 num_draws += 1
     assert num_served > 50 and num_draws > 300
 
 
 @pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_wrong_schemas_raise_nothing_but_value_errors(first):
+def test_invalid_schemas_raise_only_value_errors(first):
     served = 0
     for seed in range(first, first + 1000):
         schema = make_wrong_schema(random.Random(seed))

@@ -1,6 +1,6 @@
-"""Schemas that pydantic makes of types are served; texts are valid for them.
+"""Pydantic's schemas of types are supported; matching strings are valid.
 
-A suite of its own, `schemas`.
+A separate suite, `schemas`.
 """
 
 import collections
@@ -16,7 +16,7 @@ import typing
 import uuid
 
 import pytest
-from support.random_schemas import draw_text
+from support.grammar.random_schemas import draw_text
 from test_draws import LARGE, compile_schema, exact
 
 pydantic = pytest.importorskip("pydantic")
@@ -82,7 +82,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-def test_types_of_pydantic(kind):
+def test_pydantic_types(kind):
     model = pydantic.create_model("Model", field=(kind, ...), more=(kind | None, None))
     schema = model.model_json_schema()
     automaton, rng = compile_schema(schema), random.Random(0)

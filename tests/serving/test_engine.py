@@ -1,13 +1,13 @@
-"""The engine against each request alone, in plain Python and in `jkv.generate`."""
+"""The engine, compared with plain Python and `jkv.generate` for each request."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoding.plain_queue import VOCABULARY
 from support.jax_versions import few, further
-from support.plain_queue import VOCABULARY
-from support.small_engines import (
+from support.serving.small_engines import (
     CONTEXT,
     MOST_SAMPLES,
     NEW_TOKENS,
@@ -27,7 +27,7 @@ from jkv.status import UsageError
 
 
 @pytest.mark.parametrize("seed", few([0, 1, *further([2, 3, 4, 5])], 1))
-def test_random_requests_get_the_texts_they_get_alone(seed):
+def test_random_requests_equal_their_solo_runs(seed):
     rng = np.random.default_rng(seed)
     free_blocks, free_rows = int(rng.choice([5, 6, 8, 40])), int(rng.choice([2, 10]))
     nan_every = int(rng.choice([0, 17]))
@@ -55,8 +55,8 @@ def test_random_requests_get_the_texts_they_get_alone(seed):
 
 
 @pytest.mark.one_end
-def test_a_batch_is_continued_as_each_prompt_is_alone():
-    """As `jkv.generate` does it: of one seed each sequence has its own."""
+def test_each_prompt_of_a_batch_equals_its_solo_run():
+    """As in `jkv.generate`, sequences with one seed draw different tokens."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (3, 10, 1, 0, 7, 5)]
     limits, salts = [4, 12, 0, 5, 9, 12], [0, 1, 0, 1, 0, 1]
@@ -69,13 +69,13 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
     assert len(found) == 6 * MOST_SAMPLES
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         first = i * MOST_SAMPLES
-        asked = dict(
+        options = dict(
             tokens=prompt,
             n=MOST_SAMPLES,
             max_new_tokens=limit,
             sampling=dataclasses.replace(sampling, seeds=seeds[first:][:MOST_SAMPLES]),
         )
-        assert_alone(found[first : first + MOST_SAMPLES], asked | stops)
+        assert_alone(found[first : first + MOST_SAMPLES], options | stops)
     assert {each.reason.name for each in found} >= {"STOP", "LENGTH", "EMPTY_PROMPT"}
     assert_released(engine)
 
@@ -84,11 +84,11 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
 def test_a_request_equals_its_keyword_fields():
     engine, request = make_engine(), draw_request(np.random.default_rng(4))
     numbers = [engine.submit(**request), engine.submit(Request(**request))]
-    named, asked = (
+    named, options = (
         [each._replace(request_id=0, cached_tokens=0) for each in engine.results(n)]
         for n in numbers
     )
-    assert repr(named) == repr(asked) and named[0].tokens
+    assert repr(named) == repr(options) and named[0].tokens
     with pytest.raises(UsageError, match="a Request and the keywords n, salt"):
         engine.submit(Request([1]), n=2, salt=3)
     with pytest.raises(TypeError, match="max_tokens"):
@@ -96,14 +96,14 @@ def test_a_request_equals_its_keyword_fields():
 
 
 @pytest.mark.one_end
-def test_smaller_priorities_first_equal_ones_in_order():
-    engine = make_engine(free_rows=1)  # one runs at a time
-    asked = dict(tokens=[5], max_new_tokens=1)
-    order = [engine.submit(**asked, priority=p) for p in (3, 3, 1, 2, 1, 0)]
+def test_smaller_priorities_run_first_and_ties_in_order():
+    engine = make_engine(free_rows=1)  # one request runs at a time
+    options = dict(tokens=[5], max_new_tokens=1)
+    order = [engine.submit(**options, priority=p) for p in (3, 3, 1, 2, 1, 0)]
     events = run_all(engine)
     ended = [event.request_id for event in events if event.reason]
     assert [order.index(number) for number in ended] == [5, 2, 4, 3, 0, 1]
-    # Requests on the device already give way, too, unless they have begun.
+    # Requests already on the device also yield, unless they have started.
     group = engine.submit([5], n=2, max_new_tokens=12)
     later = engine.submit([6], max_new_tokens=5, priority=5)
     engine.step()
@@ -165,7 +165,7 @@ def test_oversized_requests_are_refused_with_the_sizes():
         make_engine(stop_tokens=[1, 2, 3])
     with pytest.raises(ValueError, match="cache must be a jkv.Cache, got str"):
         make_engine(cache="cache")
-    # But for the two of another engine.
+    # Without the two of another engine.
     assert engine.is_idle and engine.stats().refused == 2 + 23 - 2
 
 
@@ -193,19 +193,19 @@ def test_a_request_is_in_one_state_at_a_time():
 
 @pytest.mark.parametrize("seed", [0, *further([1, 2])])
 @pytest.mark.one_end
-def test_stop_strings_are_trimmed_exactly(seed):
-    """At any end of a window; the texts equal plain Python's, cut by hand."""
+def test_stop_strings_are_trimmed_at_any_window_boundary(seed):
+    """Completions equal those of plain Python, trimmed by hand."""
     rng, letters = np.random.default_rng(seed), "abcdefghijklmnopqrstuvwxyz .!"
     engine = make_engine(detokenize=lambda ids: "".join(letters[i] for i in ids))
     requests = {}
     for _ in range(12):
         request = draw_request(rng, stop_tokens=[], stop_sequences=[])
         whole = expected(request)[0]
-        # A piece of one of its texts, and one that is in none.
+        # A substring of one of its completions, and one that occurs in none.
         start = int(rng.integers(len(whole[0])))
         piece = "".join(letters[t] for t in whole[0][start : start + 3])
-        asked = request | dict(stop_strings=["zzz!", piece])
-        requests[engine.submit(**asked)] = whole, asked["stop_strings"]
+        options = request | dict(stop_strings=["zzz!", piece])
+        requests[engine.submit(**options)] = whole, options["stop_strings"]
     events, num_stopped = run_all(engine), 0
     for number, (whole, stops) in requests.items():
         for found, tokens in zip(engine.results(number), whole, strict=True):
@@ -231,10 +231,10 @@ def test_nothing_is_compiled_after_warming_up():
     from jkv.serving.device import programs
 
     engine = make_engine()
-    said = []
-    assert engine.warm_up(lambda *told: said.append(told)) == 3
-    assert [name for name, *_ in said] == ["begin", "exchange", "window", "done"]
-    assert said[-1][1:] == (3, 3)
+    calls = []
+    assert engine.warm_up(lambda *call: calls.append(call)) == 3
+    assert [name for name, *_ in calls] == ["begin", "exchange", "window", "done"]
+    assert calls[-1][1:] == (3, 3)
     compiled = [programs.begin_empty, programs.exchange, programs.run_window]
     before = [program._cache_size() for program in compiled]
     rng = np.random.default_rng(0)

@@ -1,11 +1,11 @@
-"""Logits processors of an engine: variants of requests, and replaced arrays."""
+"""Logits processors of an engine: variants by request, and replaced arrays."""
 
 import jax
 import numpy as np
 import pytest
-from support.automata import make_automata
-from support.plain_queue import VOCABULARY
-from support.small_engines import (
+from support.decoding.plain_queue import VOCABULARY
+from support.grammar.automata import make_automata
+from support.serving.small_engines import (
     assert_alone,
     assert_released,
     come_and_go,
@@ -20,8 +20,8 @@ from jkv.serving.device.programs import exchange, run_window
 pytestmark = pytest.mark.one_end
 
 
-def test_processed_requests_equal_runs_alone():
-    """With look-up, cancelled ones, refills, and processors replaced in between."""
+def test_processed_requests_equal_their_solo_runs():
+    """Requests use prompt lookup, cancellation, refills, and replaced processors."""
     rng = np.random.default_rng(6)
     automata, reasons = make_automata(0, 3, VOCABULARY), set()
     lookup = PromptLookup(num_tokens=2, min_ngram=1, cost=1.0)
@@ -39,11 +39,11 @@ def test_processed_requests_equal_runs_alone():
             found = engine.results(number)
             assert_alone(found, request, nan_every=17, automata=automata)
             reasons |= {each.reason for each in found}
-        # The programs are the same as for the first arrays.
+        # The programs of the first arrays are reused.
         traces = exchange._cache_size(), run_window._cache_size()
         assert num_traces in (None, traces)
         num_traces = traces
-    # Logits of NaN and logits with all tokens masked have different reasons.
+    # NaN logits and fully masked logits have different finish reasons.
     expected = "STOP", "NOTHING_ALLOWED", "NAN_LOGITS"
     assert {FinishReason[name] for name in expected} <= reasons
     assert_released(engine)

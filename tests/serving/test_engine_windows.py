@@ -1,8 +1,8 @@
-"""An engine on a cache with groups of layers of different windows."""
+"""Engines on a cache with groups of layers of different windows."""
 
 import numpy as np
 import pytest
-from support.windowed_model import (
+from support.models.windowed_model import (
     EMBEDDING,
     MIXED,
     NEW_TOKENS,
@@ -38,7 +38,7 @@ def make_engine(cache, model=mixed_model):
 
 
 def test_windowed_requests_in_scarce_pools_equal_the_model():
-    """Full layers have 20 blocks, for three texts of up to eleven."""
+    """The full layers have 20 blocks for three sequences of up to eleven."""
     engine = make_engine(grouped_cache([48, 48], prefix_caching=True))
     results = engine.generate([*PROMPTS, PROMPTS[0]])
     expected = expect(MIXED)
@@ -48,8 +48,8 @@ def test_windowed_requests_in_scarce_pools_equal_the_model():
     assert stats.free_blocks == 64 - 30
 
 
-def test_all_pools_are_made_anew_when_a_step_failed():
-    """A prompt that was found again before is computed once more."""
+def test_all_pools_are_recreated_after_a_failed_step():
+    """A prompt that was cached before is recomputed once."""
     engine = make_engine(grouped_cache(prefix_caching=True))
     loop = engine._scheduler.loop
     for num_found in (0, 11, 11 + 11):
@@ -64,8 +64,8 @@ def test_all_pools_are_made_anew_when_a_step_failed():
     assert engine.stats().cached_tokens == 11 + 11
 
 
-def test_a_prompt_needs_the_blocks_that_a_window_keeps():
-    """Ten blocks are too few for all layers of 41 tokens, and enough for a window."""
+def test_a_prompt_needs_only_the_blocks_of_its_window():
+    """Ten blocks suffice for 41 tokens with a window, but not with full attention."""
     config = jkv.CacheConfig(
         num_blocks=10, max_sequences=4, sliding_window=WINDOW, **SIZES
     )

@@ -1,4 +1,4 @@
-"""Faults: steps that raise, consumers that leave, time that runs out."""
+"""Faults: failing steps, lost consumers, timeouts."""
 
 import asyncio
 import functools
@@ -9,7 +9,7 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-from support.small_attention_model import (
+from support.models.small_attention_model import (
     DIM,
     KV_HEADS,
     LAYERS,
@@ -17,8 +17,7 @@ from support.small_attention_model import (
     attention_model,
     attention_params,
 )
-from support.small_caches import copied, small_cache
-from support.small_engines import (
+from support.serving.small_engines import (
     assert_alone,
     assert_released,
     draw_request,
@@ -26,6 +25,7 @@ from support.small_engines import (
     make_engine,
     run_all,
 )
+from support.small_caches import copied, small_cache
 
 import jkv
 from jkv.decoding import FinishReason
@@ -34,11 +34,11 @@ from jkv.serving.device import programs
 
 
 class Boom(Exception):
-    """An exception of a step."""
+    """An exception raised by a step."""
 
 
 def failing_once(function, error=Boom, *, after):
-    """Raise instead of returning, at one call; donated arrays are gone then."""
+    """Wrap a function to raise at one call, after its donated arrays are gone."""
     calls = iter(range(10**9))
 
     def wrapped(*args):
@@ -51,7 +51,7 @@ def failing_once(function, error=Boom, *, after):
 
 
 def poisoned(loop, monkeypatch, *, after):
-    """Windows that cannot be read, from one on until a fresh start, as of a device."""
+    """Make windows unreadable from one on until a restart, like a failed device."""
     run, start_again, calls, is_lost = loop.run, loop.start_again, iter(range(99)), []
 
     def run_in_vain(num_steps):
@@ -71,8 +71,8 @@ def poisoned(loop, monkeypatch, *, after):
 @pytest.mark.parametrize("place", ["run", "exchange", "read"])
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.one_end
-def test_a_step_that_raises_fails_the_requests_in_it(monkeypatch, caplog, place, after):
-    engine = make_engine(free_rows=22)  # nobody else has a row
+def test_a_failing_step_fails_only_its_requests(monkeypatch, caplog, place, after):
+    engine = make_engine(free_rows=22)  # no other sequence has a row
     engine.warm_up()
     num_compiled = programs.run_window._cache_size()
     loop = engine._scheduler.loop
@@ -105,7 +105,7 @@ def test_a_step_that_raises_fails_the_requests_in_it(monkeypatch, caplog, place,
 
 
 @pytest.mark.one_end
-def test_after_an_interrupt_the_engine_can_go_on(monkeypatch, caplog):
+def test_an_engine_continues_after_an_interrupt(monkeypatch, caplog):
     engine = make_engine(free_rows=22)
     loop = engine._scheduler.loop
     number = engine.submit([1, 2])
@@ -118,7 +118,7 @@ def test_after_an_interrupt_the_engine_can_go_on(monkeypatch, caplog):
     assert_released(engine, free_rows=22)
 
 
-def test_an_engine_ends_if_a_step_loses_the_pool(monkeypatch):
+def test_an_engine_fails_if_a_step_loses_the_pool(monkeypatch):
     engine = make_engine()
     loop = engine._scheduler.loop
     monkeypatch.setattr(loop, "run", failing_once(loop.run, after=0))
@@ -135,7 +135,7 @@ def test_an_engine_ends_if_a_step_loses_the_pool(monkeypatch):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("error", [Boom, asyncio.CancelledError])
-def test_a_raising_detokenizer_fails_its_own_request(error):
+def test_a_raising_detokenizer_fails_only_its_request(error):
     def decode(ids):
         if 7 in ids:
             raise error
@@ -158,15 +158,15 @@ def test_a_raising_detokenizer_fails_its_own_request(error):
         else:
             (found,) = engine.results(number)
             assert (found.tokens, found.text) == (tokens, "x" * 6)
-    # Of one stop string the letters are no stops of their own.
+    # A single stop string is not split into letters.
     found = engine.results(engine.submit([1], stop_strings="x!", **request))[0]
     assert (found.text, found.reason) == ("x" * 6, FinishReason.LENGTH)
     assert_released(engine)
 
 
 @pytest.mark.one_end
-def test_a_slow_detokenizer_holds_no_request_up():
-    """While it works another thread can take the lock that `submit` takes."""
+def test_a_slow_detokenizer_delays_no_other_request():
+    """While it runs, another thread can acquire the lock of `submit`."""
     was_free = []
 
     def try_lock():
@@ -186,7 +186,7 @@ def test_a_slow_detokenizer_holds_no_request_up():
 
 
 @pytest.mark.one_end
-def test_a_cache_given_to_two_engines_is_named():
+def test_a_cache_passed_to_two_engines_is_refused():
     first = make_engine()
     second = make_engine(cache=first.cache)
     assert first.generate([[1, 2]], max_new_tokens=2)[0].tokens
@@ -195,7 +195,7 @@ def test_a_cache_given_to_two_engines_is_named():
 
 
 @pytest.mark.one_end
-def test_free_blocks_are_right_when_nothing_goes_on():
+def test_free_blocks_are_counted_for_an_idle_engine():
     engine = make_engine()
     free = engine.stats().free_blocks
     number = engine.submit([1, 2, 3], max_new_tokens=12)
@@ -208,7 +208,7 @@ def test_free_blocks_are_right_when_nothing_goes_on():
 
 
 @pytest.mark.one_end
-def test_a_lost_consumer_cancels_a_slow_one_does_not():
+def test_a_lost_consumer_cancels_and_a_slow_one_does_not():
     engine = make_engine()
     slow, left, read = (engine.submit([i, i], max_new_tokens=12) for i in (1, 2, 3))
     slow_stream, left_stream = engine.stream(slow), engine.stream(left)
@@ -230,7 +230,7 @@ def test_a_lost_consumer_cancels_a_slow_one_does_not():
         for i in (1, 2, 3)
     ]
     assert tokens == alone[2]
-    # It was computed meanwhile; nothing of it is lost.
+    # It was computed in the meantime, completely.
     assert engine.state(slow) == RequestStatus.FINISHED
     assert [first[0], *slow_stream] == alone[0]
     found = engine.results(left)[0]
@@ -243,11 +243,11 @@ def test_a_lost_consumer_cancels_a_slow_one_does_not():
 
 
 @pytest.mark.one_end
-def test_time_runs_out_where_a_request_is():
+def test_requests_time_out_in_every_state():
     now = [0.0]
     engine = make_engine(free_rows=1, clock=lambda: now[0], result_seconds=5.0)
-    asked = dict(tokens=[1, 2], max_new_tokens=12, timeout=2.0)
-    running, waiting = engine.submit(**asked), engine.submit(**asked)
+    request = dict(tokens=[1, 2], max_new_tokens=12, timeout=2.0)
+    running, waiting = engine.submit(**request), engine.submit(**request)
     timely = engine.submit([3], max_new_tokens=2, timeout=50.0)
     for _ in range(3):
         engine.step()
@@ -266,7 +266,7 @@ def test_time_runs_out_where_a_request_is():
 
 
 @pytest.mark.one_end
-def test_no_more_wait_than_may_and_results_are_bounded():
+def test_the_queue_and_stored_results_are_bounded():
     with pytest.raises(ValueError, match="max_waiting must be a static int of at"):
         make_engine(max_waiting=0)
     engine = make_engine(max_waiting=2, max_results=3)
@@ -275,7 +275,7 @@ def test_no_more_wait_than_may_and_results_are_bounded():
     numbers = [engine.submit([i], max_new_tokens=1) for i in range(2)]
     with pytest.raises(QueueFull, match="got 2 already"):
         engine.submit([3])
-    # A batch waits for its turn.
+    # `generate` waits until the queue accepts its prompts.
     found = engine.generate([[i] for i in range(12)], max_new_tokens=2)
     assert [len(each.tokens) for each in found] == [2] * 12
     run_all(engine)
@@ -293,7 +293,7 @@ def _is_known(engine, number):
 
 
 @pytest.mark.one_end
-def test_many_requests_leave_memory_and_blocks_free():
+def test_many_requests_leak_no_memory_and_no_blocks():
     engine = make_engine(max_results=20, checks=False)
     rng = np.random.default_rng(5)
     requests = [draw_request(rng, timeout=1000.0) for _ in range(40)]
@@ -306,7 +306,7 @@ def test_many_requests_leave_memory_and_blocks_free():
             run_all(engine)
         gc.collect()
         arrays = sorted((a.shape, str(a.dtype)) for a in jax.live_arrays())
-        # Objects of other tests go and come, too.
+        # Count only this package: other tests' objects change, too.
         ours = tracemalloc.Filter(inclusive=True, filename_pattern="*/jkv/serving/*")
         taken = tracemalloc.take_snapshot().filter_traces([ours])
         return sum(trace.size for trace in taken.traces), arrays
@@ -319,15 +319,15 @@ def test_many_requests_leave_memory_and_blocks_free():
     finally:
         tracemalloc.stop()
     assert arrays_after == arrays
-    # A request that is remembered takes 3 KB. (benchmarks/soak.py serves 100,000.)
+    # A stored result takes 3 KB. (benchmarks/soak.py serves 100,000 requests.)
     assert memory_after - memory < 200 * 1000
     assert_released(engine)
 
 
 @pytest.mark.further
 @pytest.mark.one_end
-def test_a_request_with_nan_logits_ends_alone():
-    """Of sixteen, by attention in loops, as calls that are not small have it."""
+def test_nan_logits_end_only_their_request():
+    """One of sixteen; attention runs in loops, as in larger calls."""
     model = functools.partial(attention_model, implementation="xla")
     sound = attention_params()
     prompts = [[i, 3 + i % 5, 7, 7 - i % 4] for i in range(16)]
@@ -355,13 +355,13 @@ def test_a_request_with_nan_logits_ends_alone():
 
     expected = generate(sound)
     prompted = {token for prompt in prompts for token in prompt}
-    chosen = [{*text[:-1]} - prompted for text in expected]
-    # One that some texts choose, and most do not.
+    chosen = [{*sequence[:-1]} - prompted for sequence in expected]
+    # A token that some completions choose, and most do not.
     counts = {i: sum(i in each for each in chosen) for i in range(VOCABULARY)}
     token = min((n, i) for i, n in counts.items() if n)[1]
     embedding = np.array(sound["embedding"])
     embedding[token] = np.inf
     found = generate(dict(sound, embedding=jax.device_put(embedding)))
-    ends = [[*text, token].index(token) + 1 for text in expected]
-    assert found == [text[:n] for text, n in zip(expected, ends, strict=True)]
+    ends = [[*sequence, token].index(token) + 1 for sequence in expected]
+    assert found == [sequence[:n] for sequence, n in zip(expected, ends, strict=True)]
     assert {min(n, 16) for n in ends} > {16}

@@ -1,11 +1,10 @@
-"""Cached blocks of a request by its retention priority, and their lifetime."""
+"""Retention priority and lifetime of a request's cached blocks."""
 
 import functools
 
 import numpy as np
 import pytest
-from support.small_caches import copied, small_cache
-from support.small_engines import (
+from support.serving.small_engines import (
     BLOCK_SIZE,
     BLOCKS,
     CONTEXT,
@@ -14,16 +13,17 @@ from support.small_engines import (
     WIDTH,
     make_engine,
 )
+from support.small_caches import copied, small_cache
 
 import jkv
 from jkv.serving import RequestRefused
 
 pytestmark = pytest.mark.one_end
-TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock set by the test."""
 
     now = 0.0
 
@@ -48,39 +48,39 @@ def engine_of_classes(clock=None, **options):
 
 
 def press(engine):
-    """Fill all blocks once with other texts."""
+    """Fill all blocks once with other sequences."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, VOCABULARY, (24, WIDTH)).tolist()
     engine.generate(prompts, max_new_tokens=6)
 
 
 def found(engine):
-    """How many tokens of the text, which ends within a third block, the cache has."""
-    return int(jkv.match(engine.cache, np.array([TEXT], np.int32))[0])
+    """Return the number of the prompt's cached tokens; it ends within a third block."""
+    return int(jkv.match(engine.cache, np.array([PROMPT], np.int32))[0])
 
 
 @pytest.mark.parametrize("keep", [0, 2])
 def test_retained_blocks_outlive_unretained_ones(keep):
     engine = engine_of_classes()
-    number = engine.submit(TEXT, max_new_tokens=5, keep=keep)
+    number = engine.submit(PROMPT, max_new_tokens=5, keep=keep)
     first = engine.results(number)[0].tokens
     press(engine)
     assert found(engine) == (9 if keep else 0)
-    again = engine.submit(TEXT, max_new_tokens=5)
+    again = engine.submit(PROMPT, max_new_tokens=5)
     assert engine.results(again)[0].tokens == first
-    press(engine)  # it keeps its class when it is found
+    press(engine)  # a hit keeps its priority
     assert found(engine) == (9 if keep else 0)
     kept = engine.cache.metadata.groups[0].free_blocks.kept
-    # With the generated tokens three blocks are full; the newest token has none.
+    # With the new tokens three blocks are full; the newest token has no slot yet.
     assert np.count_nonzero(kept.classes) == (3 if keep else 0)
 
 
-def test_a_time_ends_a_class_and_the_longest_time_counts():
+def test_a_priority_expires_and_the_latest_deadline_counts():
     clock = Clock()
     engine = engine_of_classes(clock)
     for seconds in (5.0, 50.0):
         engine.results(
-            engine.submit(TEXT, max_new_tokens=5, keep=1, keep_seconds=seconds)
+            engine.submit(PROMPT, max_new_tokens=5, keep=1, keep_seconds=seconds)
         )
     for now, is_kept in ((7.0, True), (60.0, False)):
         clock.now = now
@@ -90,30 +90,30 @@ def test_a_time_ends_a_class_and_the_longest_time_counts():
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_time_ends_a_class_in_the_store_too(late):
-    """Blocks restored after their time are of class 0, else when their time comes."""
+def test_a_priority_also_expires_in_the_store(late):
+    """Blocks restored after their deadline have priority 0, others until then."""
     clock, store = Clock(), jkv.BlockStore(2**20)
     engine = engine_of_classes(clock, store=store)
-    engine.results(engine.submit(TEXT, max_new_tokens=5, keep=1, keep_seconds=50.0))
+    engine.results(engine.submit(PROMPT, max_new_tokens=5, keep=1, keep_seconds=50.0))
     engine.close()
-    engine = engine_of_classes(clock, store=store)  # no request keeps it here
+    engine = engine_of_classes(clock, store=store)  # without a request of its own
     clock.now = 60.0 if late else 0.0
 
     def count_kept():
         kept = engine.cache.metadata.groups[0].free_blocks.kept
         return np.count_nonzero(kept.classes)
 
-    engine.results(engine.submit(TEXT, max_new_tokens=5))
+    engine.results(engine.submit(PROMPT, max_new_tokens=5))
     assert engine.stats().restored_tokens == 8
     assert count_kept() == (0 if late else 2)
     clock.now = 60.0
-    engine.results(engine.submit(TEXT, max_new_tokens=5))
+    engine.results(engine.submit(PROMPT, max_new_tokens=5))
     assert count_kept() == 0
 
 
-def test_a_cancelled_text_is_kept_too():
+def test_a_cancelled_sequence_is_kept():
     engine = engine_of_classes()
-    number = engine.submit(TEXT, keep=1)
+    number = engine.submit(PROMPT, keep=1)
     engine.step()
     engine.step()
     engine.cancel(number)
@@ -121,7 +121,7 @@ def test_a_cancelled_text_is_kept_too():
     assert found(engine) == 8
 
 
-def test_a_class_that_is_not_there_is_refused_by_name():
+def test_an_invalid_priority_is_refused_by_name():
     engine = engine_of_classes()
     for fields, text in (
         (dict(keep=3), "keep must be from 0 to 2, got 3"),
@@ -131,9 +131,9 @@ def test_a_class_that_is_not_there_is_refused_by_name():
         (dict(keep=1, keep_seconds="1"), "keep_seconds must be seconds or None"),
     ):
         with pytest.raises(RequestRefused, match=text):
-            engine.submit(TEXT, **fields)
+            engine.submit(PROMPT, **fields)
     with pytest.raises(RequestRefused, match="from 0 to 0, got 1"):
-        make_engine().submit(TEXT, keep=1)
+        make_engine().submit(PROMPT, keep=1)
 
 
 @pytest.mark.further
@@ -141,21 +141,21 @@ def test_nothing_is_compiled_after_warming_up():
     engine = engine_of_classes()
     engine.warm_up()
     from jkv.prefixes.verbs import _demote
-    from jkv.serving.scheduler.retention import keep_text
+    from jkv.serving.scheduler.retention import keep_sequence
 
-    before = keep_text._cache_size(), _demote._cache_size()
-    engine.results(engine.submit(TEXT, keep=1, keep_seconds=1e-3))
+    before = keep_sequence._cache_size(), _demote._cache_size()
+    engine.results(engine.submit(PROMPT, keep=1, keep_seconds=1e-3))
     press(engine)
-    assert (keep_text._cache_size(), _demote._cache_size()) == before
+    assert (keep_sequence._cache_size(), _demote._cache_size()) == before
 
 
-def test_a_text_that_fills_the_context_is_kept_and_parked():
-    """Its last token has no room in the cache, and no block ends there."""
+def test_a_sequence_that_fills_the_context_is_kept_and_parked():
+    """The last token has no slot in the cache, and completes no block."""
     engine = engine_of_classes()
-    number = engine.submit(TEXT, max_new_tokens=12, keep=1)
+    number = engine.submit(PROMPT, max_new_tokens=12, keep=1)
     engine.park(number)
-    text = TEXT + engine.results(number)[0].tokens
-    assert len(text) == CONTEXT + 1
+    sequence = PROMPT + engine.results(number)[0].tokens
+    assert len(sequence) == CONTEXT + 1
     engine.step()
     press(engine)
     assert found(engine) == 9 and engine.stats().parked == 1

@@ -1,4 +1,4 @@
-"""Executables in a folder: found again, and only for the same inputs."""
+"""Executables stored in a folder are reused only for equal inputs."""
 
 import functools
 import importlib.util
@@ -19,7 +19,7 @@ NUM_TRACES = []
 
 @functools.partial(jax.jit, static_argnames=("model", "size"), donate_argnames="state")
 def advance(model, state, step, *, size):
-    """A program of several fusions, which XLA compiles as functions of their own."""
+    """A program of several fusions, which XLA compiles as separate functions."""
     NUM_TRACES.append(size)
     doubled = state["x"] * 2
     total = jnp.cumsum(jnp.where(doubled > 0, doubled, 0))
@@ -31,7 +31,7 @@ def double(x):
 
 
 def run(kept, static=(), size=3, **changed):
-    """The result of the program, and how often a new process would trace it."""
+    """Return the program's result, and the number of traces in a new process."""
     static = {"model": double, "size": size, **dict(static)}
     dynamic = {
         "state": {"x": jnp.arange(float(size)) - 1},
@@ -59,8 +59,8 @@ def test_a_program_is_traced_once_for_all_runs(kept):
 
 
 @pytest.mark.one_end
-def test_a_program_is_found_only_for_its_own_inputs(kept, tmp_path):
-    """Not for another version, other code, sizes, shapes, types or settings."""
+def test_a_program_is_reused_only_for_equal_inputs(kept, tmp_path):
+    """Another version, code, size, shape, dtype or setting needs a new program."""
     file = tmp_path / "model.py"
     file.write_text("SCALE = 2")
     spec = importlib.util.spec_from_file_location("model", file)
@@ -101,10 +101,10 @@ def test_unwritable_programs_are_not_stored(tmp_path, caplog):
     assert "could not save" in caplog.text
 
 
-def test_programs_from_the_jax_cache_are_stored_whole(kept):
-    """Read by XLA and written again, an executable would lack its functions."""
+def test_programs_from_the_jax_cache_are_stored_completely(kept):
+    """If XLA read and rewrote an executable, its functions would be missing."""
     expected, _ = run(None)
-    run(None)  # from the cache that the tests have, if any
+    run(None)  # from the tests' compilation cache, if any
     was_enabled = jax.config.jax_enable_compilation_cache
     run(kept)
     assert jax.config.jax_enable_compilation_cache == was_enabled
@@ -112,7 +112,7 @@ def test_programs_from_the_jax_cache_are_stored_whole(kept):
 
 
 @pytest.mark.one_end
-def test_an_engine_begins_without_its_model(kept):
+def test_an_engine_starts_without_tracing_its_model(kept):
     num_calls = []
 
     def count_on(_, tokens, cache, batch, *, all_rows=False):
@@ -131,24 +131,25 @@ def test_an_engine_begins_without_its_model(kept):
     )
 
     def answer():
+        draft = DraftModel(
+            # A new object in each run, as in each process.
+            model=lambda *args, **options: count_on(*args, **options),
+            params=None,
+            config=config,
+            num_tokens=2,
+            cost=1.0,
+        )
         engine = Engine(
             count_on,
             None,
-            jkv.init(config),
+            jkv.init(jkv.with_drafter(config, draft)),
             max_running=1,
             num_ahead=0,
             max_new_tokens=4,
             max_prompt_tokens=2,
             num_steps=2,
             row_counts=(3,),
-            speculate=DraftModel(
-                # Another object in each run, as in each process.
-                model=lambda *args, **options: count_on(*args, **options),
-                params=None,
-                cache=jkv.init(config),
-                num_tokens=2,
-                cost=1.0,
-            ),
+            speculate=draft,
             kept_programs=kept,
         )
         assert engine.warm_up() == 3

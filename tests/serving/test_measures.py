@@ -1,4 +1,4 @@
-"""Numbers of an engine: by hand, and as Prometheus reads them."""
+"""Engine metrics, checked by hand and by a Prometheus parser."""
 
 import numpy as np
 import pytest
@@ -10,15 +10,15 @@ pytestmark = pytest.mark.one_end
 
 
 def window(**counts):
-    fields = dict.fromkeys(Statistics._fields, np.int32(0))
-    return Statistics(**(fields | {n: np.int32(c) for n, c in counts.items()}))
+    numbers = Statistics.zeros().to_host() | counts
+    return Statistics(np.array([*numbers.values()], np.int32))
 
 
 def snapshot(measures, now):
     return measures.read(8, now, waiting=1, running=2, preempted=3)
 
 
-def test_windows_add_up_past_32_bits():
+def test_counters_exceed_32_bits():
     measures = Measures()
     for now in range(4):
         counts = window(
@@ -51,7 +51,7 @@ def test_times_are_counted_in_buckets():
     assert times.quantile(1.0) == float("inf")
 
 
-def test_prometheus_reads_the_same_numbers():
+def test_prometheus_parses_the_same_numbers():
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,16 +1,16 @@
-"""Weights that change while requests run: the version of the attended keys."""
+"""Weight updates while requests run, and the versions of the attended keys."""
 
 import jax
 import numpy as np
 import pytest
-from support.long_runs import Clock, Game
-from support.versioned_model import (
+from support.models.versioned_model import (
     check_versions,
     make_cache,
     make_engine,
     read_ages,
     weights,
 )
+from support.serving.long_runs import Clock, Game
 
 import jkv
 from jkv.decoding import FinishReason
@@ -29,14 +29,14 @@ def finish(engine, number):
 
 
 def begin_three(engine):
-    """Two requests that run and one that waits on the host, after three windows."""
+    """Submit two requests that run and one that waits; take three windows."""
     numbers = [engine.submit(PROMPT) for _ in range(2)]
     for _ in range(3):
         engine.step()
     return [*numbers, engine.submit(PROMPT)]
 
 
-def test_new_weights_keep_running_requests_and_drop_cached_prefixes():
+def test_new_weights_keep_running_requests_and_clear_cached_prefixes():
     engine = make_engine()
     *running, waiting = begin_three(engine)
     assert engine.update_params(weights(1)) == 1
@@ -46,8 +46,8 @@ def test_new_weights_keep_running_requests_and_drop_cached_prefixes():
         assert {*oldest} == {0} == {*found.context_versions}
     found, oldest = finish(engine, waiting)
     assert {*found.versions} == {*oldest} == {1} == {*found.context_versions}
-    # No other request finds the blocks of the texts that went on: a prefix cache hit in
-    # such a text covers the part that the new one shares.
+    # No other request hits the blocks of the running sequences: their hits cover only
+    # blocks computed under the new weights.
     before = engine.stats().cached_tokens
     old = engine.results(running[0])[0].tokens[:7]
     alike = [a == b for a, b in zip(old, found.tokens, strict=False)].index(False)
@@ -74,16 +74,16 @@ def test_keep_cached_keeps_prefix_hits_under_new_weights():
     engine.update_params(weights(1), keep_cached=True)
     found, oldest = finish(engine, waiting)
     assert {*oldest} == {0} == {*found.context_versions} and {*found.versions} == {1}
-    # The next update forgets both versions.
+    # The next update removes both versions from the index.
     engine.update_params(weights(2))
     found, oldest = finish(engine, engine.submit(PROMPT))
     assert {*oldest} == {2} == {*found.context_versions}
 
 
 def test_samples_that_share_a_prompt_share_its_version():
-    """A sample that waits forks from the old prompt, and says so."""
+    """A waiting sample forks from the old prompt, and reports its version."""
     engine = make_engine()
-    for token in range(3):  # of four places
+    for token in range(3):  # of four batch indices
         engine.submit([token])
     number = engine.submit(PROMPT, n=2)
     for _ in range(3):
@@ -92,28 +92,31 @@ def test_samples_that_share_a_prompt_share_its_version():
     for found in engine.results(number):
         oldest = read_ages(PROMPT, found)
         assert {*oldest} == {0} == {*found.context_versions}
-    assert found.versions == [0, *[1] * 11]  # its first token came with the prompt
+    assert found.versions == [
+        0,
+        *[1] * 11,
+    ]  # the first came with the prompt
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_context_versions_bound_the_attended_blocks(seed):
-    """Requests that begin alike, preempted and cancelled, under many updates."""
+    """Common prefixes, preemption and cancellation, under many updates."""
     rng, engine = np.random.default_rng(seed), make_engine()
-    asked, version, traces = {}, 0, None
+    submitted, version, traces = {}, 0, None
     starts = rng.integers(0, 64, (3, 12)).tolist()
-    while len(asked) < 60 or not engine.is_idle:
-        for _ in range(rng.integers(0, 4) if len(asked) < 60 else 0):
+    while len(submitted) < 60 or not engine.is_idle:
+        for _ in range(rng.integers(0, 4) if len(submitted) < 60 else 0):
             prompt = starts[rng.integers(3)][: rng.integers(1, 12)]
-            asked[engine.submit(prompt, n=int(rng.integers(1, 4)))] = prompt
+            submitted[engine.submit(prompt, n=int(rng.integers(1, 4)))] = prompt
         if rng.random() < 0.2:
-            engine.cancel(int(rng.integers(1 + len(asked))))
+            engine.cancel(int(rng.integers(1 + len(submitted))))
         if rng.random() < 0.3:
             how = [{}, {"recompute": True}, {"keep_cached": True}][rng.integers(3)]
             version = engine.update_params(weights(version + 1), **how)
             assert traces in (None, count_traces())
             traces = count_traces() if version > 8 else None
         engine.step()
-    for number, prompt in asked.items():
+    for number, prompt in submitted.items():
         for found in engine.results(number):
             check_versions(prompt, found)
     stats = engine.stats()
@@ -122,18 +125,18 @@ def test_context_versions_bound_the_attended_blocks(seed):
 
 
 def count_on(params, tokens, cache, batch):
-    """The next token is the one after."""
+    """A model whose next token is the token plus one."""
     del params
     return jax.nn.one_hot(tokens + 1, 64)[batch.last_rows], cache
 
 
 def count_traces():
-    """The programs that were compiled; the model is in one of them."""
+    """Return the number of compiled programs; one of them contains the model."""
     return [each._cache_size() for each in (exchange, run_window, preempt_all)]
 
 
-def test_other_weights_are_refused_by_name():
-    """And nothing has changed."""
+def test_mismatched_weights_are_refused_by_name():
+    """The engine's state is unchanged."""
     params = {"layers": [{"w": np.zeros((2, 3), np.float32)}]}
 
     engine = Engine(count_on, params, make_cache(), max_running=2, max_new_tokens=2)
@@ -158,8 +161,8 @@ def test_other_weights_are_refused_by_name():
     assert engine.update_params(params, version=3) == 3
 
 
-def test_long_runs_in_small():
-    """Rollouts of several turns, parked, cancelled and given up, under updates."""
+def test_small_long_runs():
+    """Multi-turn rollouts, parked, cancelled and abandoned, under updates."""
     clock = Clock()
     engine = make_engine(clock=clock, park_seconds=6.0, max_parked_bytes=4000)
     game = Game(engine, clock, np.random.default_rng(0))

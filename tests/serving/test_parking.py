@@ -1,10 +1,10 @@
-"""Parked sequences: their blocks are kept, copied to the host, and restored."""
+"""Parked sequences: their blocks stay, are copied to the host, and are restored."""
 
 import pytest
-from support.folding_model import KINDS, MODELS, continue_text, make_config
 from support.jax_versions import with_further
-from support.small_attention_model import attention_model, attention_params
-from support.versioned_model import make_cache, make_engine, read_ages, weights
+from support.models.small_attention_model import attention_model, attention_params
+from support.models.versioned_model import make_cache, make_engine, read_ages, weights
+from support.states.folding_model import KINDS, MODELS, continue_prompt, make_config
 
 import jkv
 from jkv.decoding import DraftModel, FinishReason
@@ -15,7 +15,7 @@ PROMPT = [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock set by the test."""
 
     def __init__(self):
         self.now = 0.0
@@ -30,7 +30,7 @@ def run(engine):
 
 
 def park_one(engine, prompt=PROMPT, **options):
-    """A text of twelve new tokens, parked; its number and all of its tokens."""
+    """Park a sequence after twelve new tokens; return its number and all tokens."""
     number = engine.submit(prompt, **options)
     engine.park(number)
     run(engine)
@@ -38,7 +38,7 @@ def park_one(engine, prompt=PROMPT, **options):
 
 
 def resume(engine, number, tokens, **options):
-    """Return the completion of a resumed text, and the number of cached tokens."""
+    """Resume a sequence; return its completion, and the number of cached tokens."""
     before = engine.stats().cached_tokens
     again = engine.resume(number, tokens, **options)
     (found,) = engine.results(again)
@@ -47,24 +47,24 @@ def resume(engine, number, tokens, **options):
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_a_text_goes_on_as_if_nothing_had_happened(place):
+def test_a_parked_sequence_continues_exactly(place):
     clock = Clock()
     engine = make_engine(clock=clock, park_seconds=5.0)
-    number, text = park_one(engine)
+    number, sequence = park_one(engine)
     stats = engine.stats()
     assert (stats.parked, stats.parked_blocks, stats.parked_bytes) == (1, 6, 0)
-    assert int(jkv.num_free_blocks(engine.cache)) == 24  # cached blocks are free
+    assert int(jkv.num_free_blocks(engine.cache)) == 24  # cached blocks count as free
     if place == "host":
         clock.now = 6.0
         engine.generate([[1]], max_new_tokens=1)
         stats = engine.stats()
         assert (stats.parked, stats.parked_blocks) == (1, 0)
-        assert stats.parked_bytes == 5 * 4 * 3 * 4 * 2  # keys and values in float32
+        assert stats.parked_bytes == 5 * 4 * 3 * 4 * 2  # float32 keys and values
         wipe(engine)
     found, num_found = resume(engine, number, [4, 4], max_new_tokens=4)
-    # The newest token has no keys and values yet, and the last block was not full.
-    assert num_found == (len(text) - 1) // 4 * 4 == 20
-    assert found.tokens == alone([*text, 4, 4], 4)
+    # The newest token has no keys and values yet, and the last block was partial.
+    assert num_found == (len(sequence) - 1) // 4 * 4 == 20
+    assert found.tokens == alone([*sequence, 4, 4], 4)
     stats = engine.stats()
     assert (stats.parked, stats.parked_blocks, stats.parked_bytes) == (0, 0, 0)
     assert stats.free_blocks == 24
@@ -78,16 +78,16 @@ def wipe(engine):
 
 
 def alone(prompt, count):
-    """The text in an engine that never heard of it."""
+    """Return the completion by a fresh engine."""
     (found,) = make_engine().generate([prompt], max_new_tokens=count)
     assert read_ages(prompt, found) == [0] * count
     return found.tokens
 
 
-def test_parked_blocks_go_to_the_host_before_anything_waits_or_is_preempted():
-    """Texts of eight blocks; three fill the pool."""
+def test_parked_blocks_are_offloaded_before_requests_wait_or_are_preempted():
+    """Sequences of eight blocks; three fill the pool."""
     engine = make_engine(park_seconds=1e9)
-    numbers, texts = zip(
+    numbers, sequences = zip(
         *(park_one(engine, [i, *PROMPT, *PROMPT]) for i in range(3)), strict=True
     )
     assert engine.stats().parked == 3
@@ -100,37 +100,37 @@ def test_parked_blocks_go_to_the_host_before_anything_waits_or_is_preempted():
     for number in running:
         (found,) = engine.results(number)
         assert read_ages([30 + number - running[0]] * 20, found) == [0] * 12
-    # Each has all of its full blocks again, which by now no index would have.
-    for number, text in zip(numbers, texts, strict=True):
+    # Each gets all of its full blocks back, which the index would have evicted.
+    for number, sequence in zip(numbers, sequences, strict=True):
         found, num_found = resume(engine, number, [7], max_new_tokens=3)
-        assert num_found == (len(text) - 1) // 4 * 4 == 32
-        assert found.tokens == alone([*text, 7], 3)
+        assert num_found == (len(sequence) - 1) // 4 * 4 == 32
+        assert found.tokens == alone([*sequence, 7], 3)
     assert engine.stats().free_blocks == 24
 
 
-def test_parked_blocks_are_evicted_last_where_the_cache_has_classes():
+def test_parked_blocks_are_evicted_last_if_the_cache_has_priorities():
     engine = make_engine(make_cache(keep_classes=2), park_seconds=1e9)
-    number, text = park_one(engine)
-    for i in range(4):  # 28 blocks of a pool of 24
+    number, sequence = park_one(engine)
+    for i in range(4):  # 28 blocks, in a pool of 24
         engine.generate([[30 + i] * 20], max_new_tokens=8)
     assert engine.stats().parked_bytes == 0
     found, num_found = resume(engine, number, [7], max_new_tokens=3)
-    assert num_found == 20 and found.tokens == alone([*text, 7], 3)
+    assert num_found == 20 and found.tokens == alone([*sequence, 7], 3)
 
 
-def test_copies_go_to_the_store_of_the_engine():
+def test_parked_blocks_are_copied_to_the_engines_store():
     store = jkv.BlockStore(2**20)
     engine = make_engine(park_seconds=0.0, store=store)
-    number, text = park_one(engine)
+    number, sequence = park_one(engine)
     engine.generate([[1]], max_new_tokens=1)
     assert store.num_blocks == 5 and engine.stats().parked_bytes == 0
     wipe(engine)
     found, num_found = resume(engine, number, [7], max_new_tokens=3)
-    assert num_found == 20 and found.tokens == alone([*text, 7], 3)
+    assert num_found == 20 and found.tokens == alone([*sequence, 7], 3)
     assert store.num_blocks >= 5  # the store keeps them
 
 
-def test_texts_are_given_up_with_their_blocks():
+def test_unparked_sequences_release_their_blocks():
     engine = make_engine(park_seconds=1e9)
     number, _ = park_one(engine, n=2)
     assert engine.stats().parked == 2
@@ -145,8 +145,8 @@ def test_texts_are_given_up_with_their_blocks():
     assert engine.stats().parked == 0
 
 
-def test_a_request_that_is_cancelled_can_be_parked():
-    """A pause: it goes on where it was, and of two samples each by itself."""
+def test_a_cancelled_request_can_be_parked():
+    """Each of its two samples continues where it stopped."""
     engine = make_engine()
     number = engine.submit(PROMPT)
     engine.park(number)
@@ -160,30 +160,30 @@ def test_a_request_that_is_cancelled_can_be_parked():
     assert [*first.tokens, *found.tokens] == alone(PROMPT, 12) and num_found > 0
 
 
-def test_new_weights_leave_parked_texts_without_blocks():
+def test_new_weights_drop_the_blocks_of_parked_sequences():
     engine = make_engine(park_seconds=0.0)
-    (kept, text), (lost, _) = park_one(engine), park_one(engine, PROMPT[:6])
+    (kept, sequence), (lost, _) = park_one(engine), park_one(engine, PROMPT[:6])
     engine.generate([[1]], max_new_tokens=1)
     assert engine.stats().parked_bytes > 0
     engine.update_params(weights(1), keep_cached=True)
     found, _ = resume(engine, kept, [3])
-    assert {*read_ages([*text, 3], found)} == {0} == {*found.context_versions}
+    assert {*read_ages([*sequence, 3], found)} == {0} == {*found.context_versions}
     engine.update_params(weights(2))
     assert engine.stats().parked_bytes == 0
     found, num_found = resume(engine, lost, [3])
     assert num_found == 0 and {*found.versions} == {2} == {*found.context_versions}
 
 
-def test_a_refused_request_leaves_its_text_parked():
+def test_a_refused_request_leaves_its_sequence_parked():
     engine = make_engine()
-    number, text = park_one(engine)
+    number, sequence = park_one(engine)
     with pytest.raises(RequestRefused, match="at most 40 tokens, got 41"):
-        engine.resume(number, [5] * (41 - len(text)))
+        engine.resume(number, [5] * (41 - len(sequence)))
     with pytest.raises(TypeError, match="salt"):
         engine.resume(number, [5], salt=3)
     assert engine.stats().parked == 1
     found, _ = resume(engine, number, [5], max_new_tokens=2)
-    assert found.tokens == alone([*text, 5], 2)
+    assert found.tokens == alone([*sequence, 5], 2)
 
 
 def test_invalid_parking_is_refused():
@@ -206,8 +206,8 @@ def test_invalid_parking_is_refused():
         engine.park(engine.submit([1]))
 
 
-def test_copies_beyond_the_most_are_forgotten():
-    """The oldest go first, block by block, and are computed again."""
+def test_parked_copies_above_the_limit_are_dropped():
+    """The oldest first, block by block; they are recomputed."""
     engine = make_engine(park_seconds=0.0, max_parked_bytes=900)
     parked = [park_one(engine, [i, *PROMPT]) for i in range(2)]
     engine.generate([[1]], max_new_tokens=1)
@@ -215,27 +215,27 @@ def test_copies_beyond_the_most_are_forgotten():
     assert stats.parked == 2 and 0 < stats.parked_bytes <= 900
     wipe(engine)
     num_found = []
-    for number, text in parked:
+    for number, sequence in parked:
         found, each = resume(engine, number, [7], max_new_tokens=3)
-        assert found.tokens == alone([*text, 7], 3)
+        assert found.tokens == alone([*sequence, 7], 3)
         num_found.append(each)
-    assert num_found == [16, 20]  # the last block of the oldest was dropped
+    assert num_found == [16, 20]  # the oldest lost its last block
 
 
 def test_parked_host_copies_outlive_a_failed_step():
     engine = make_engine(park_seconds=0.0)
-    number, text = park_one(engine)
+    number, sequence = park_one(engine)
     engine.generate([[1]], max_new_tokens=1)
     engine._scheduler._fail(RuntimeError("a device was lost"))
     found, num_found = resume(engine, number, [7], max_new_tokens=3)
-    assert found.tokens == alone([*text, 7], 3) and num_found == 20
+    assert found.tokens == alone([*sequence, 7], 3) and num_found == 20
 
 
 def draft_of(kind):
-    """The draft: the model itself, in a cache of its own."""
-    cache = jkv.init(make_config(kind, pending=4))
+    """Return a draft model that equals the target."""
+    config = make_config(kind, pending=4)
     return DraftModel(
-        model=MODELS[kind], params=None, cache=cache, num_tokens=2, cost=1.0
+        model=MODELS[kind], params=None, config=config, num_tokens=2, cost=1.0
     )
 
 
@@ -247,13 +247,16 @@ LAYERS = [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)]
     "kind, is_drafted",
     with_further(LAYERS, *(case for case in LAYERS if case != USUAL)),
 )
-def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
-    """A turn from the device, one from the host, one with its blocks lost."""
+def test_all_kinds_of_layers_with_and_without_drafts(kind, is_drafted):
+    """One turn from the device, one from the host, one with its blocks lost."""
     clock = Clock()
+    config = make_config(kind, pending=4 if is_drafted else 0)
+    if is_drafted:
+        config = jkv.with_drafter(config, draft_of(kind))
     engine = Engine(
         MODELS[kind],
         None,
-        jkv.init(make_config(kind, pending=4 if is_drafted else 0)),
+        jkv.init(config),
         max_running=2,
         max_new_tokens=12,
         num_steps=3,
@@ -267,8 +270,8 @@ def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
     engine.park(number)
     run(engine)
     (found,) = engine.results(number)
-    assert found.tokens == continue_text(prompt, 12, kind)
-    text, all_found = [*prompt, *found.tokens], []
+    assert found.tokens == continue_prompt(prompt, 12, kind)
+    sequence, all_found = [*prompt, *found.tokens], []
     for place in ("device", "host", "nowhere"):
         if place != "device":
             clock.now += 6.0
@@ -278,16 +281,16 @@ def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
         if place == "nowhere":
             engine._scheduler.parking.forget_blocks()
         before = engine.stats().cached_tokens
-        text += [2]
+        sequence += [2]
         again = engine.resume(number, [2], max_new_tokens=9)
         engine.park(again)
         run(engine)
         (found,) = engine.results(again)
-        assert found.tokens == continue_text(text, 9, kind)
+        assert found.tokens == continue_prompt(sequence, 9, kind)
         all_found.append(engine.stats().cached_tokens - before)
-        number, text = again, [*text, *found.tokens]
+        number, sequence = again, [*sequence, *found.tokens]
     print(kind, is_drafted, all_found)
-    # Windows are not restored from the host, and lost blocks never are.
+    # Windowed blocks are not restored from the host, and lost blocks never are.
     on_device, from_host, nowhere = (found > 0 for found in all_found)
     assert on_device and from_host == ("window" not in kind) and not nowhere
     assert engine.stats().parked == 1
@@ -297,8 +300,8 @@ def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
 
 
 @pytest.mark.further
-def test_a_text_goes_on_to_the_bit_where_the_engine_is_exact():
-    """Its blocks come from the host; the other text is computed in one piece."""
+def test_a_parked_sequence_is_bit_identical_in_exact_mode():
+    """Its blocks are restored from the host; the reference is computed at once."""
     config = jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,
@@ -323,12 +326,12 @@ def test_a_text_goes_on_to_the_bit_where_the_engine_is_exact():
             park_seconds=0.0,
         )
         if is_parked:
-            number, text = park_one(engine)
+            number, sequence = park_one(engine)
             engine.generate([[1]], max_new_tokens=1)
             wipe(engine)
             found, num_found = resume(engine, number, [4, 5])
-            assert num_found == (len(text) - 1) // 4 * 4 == 16
+            assert num_found == (len(sequence) - 1) // 4 * 4 == 16
         else:
-            (found,) = engine.generate([[*text, 4, 5]])
+            (found,) = engine.generate([[*sequence, 4, 5]])
         results.append((found.tokens, found.logprobs))
     assert results[0] == results[1]

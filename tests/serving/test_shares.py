@@ -1,11 +1,11 @@
-"""Fair turns of clients: against plain sums, and in an engine that one floods."""
+"""Fair scheduling of clients, compared with plain sums, and with one that floods."""
 
 import math
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from support.small_engines import (
+from support.serving.small_engines import (
     AHEAD,
     RUNNING,
     assert_released,
@@ -19,13 +19,13 @@ from jkv.serving.scheduler.queue import Waiting
 
 pytestmark = pytest.mark.one_end
 
-# Powers of two: sums of tokens over them are exact.
+# Powers of two, so that sums of tokens divided by them are exact.
 SHARES = {"b": 2.0, 3: 0.5}
 CLIENTS = ["a", "b", 3, None]
 
 
 class PlainWaiting:
-    """The same order by looking at everything; nothing is ever forgotten by itself."""
+    """The same order by scanning all requests; nothing is removed automatically."""
 
     def __init__(self, shares):
         self.shares, self.levels = shares, {}
@@ -48,7 +48,7 @@ class PlainWaiting:
         if level is None:
             return None
         level = self.levels[level]
-        # The first of equals, and the first of each client, came first.
+        # Ties are resolved by arrival.
         taken = min(level["waiting"], key=lambda each: level["service"][each[0]])
         level["waiting"].remove(taken)
         level["newest"] = taken[0]
@@ -88,13 +88,13 @@ STEPS = st.lists(
 
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @hypothesis.given(STEPS)
-def test_the_order_is_that_of_plain_sums(steps):
+def test_the_order_equals_that_of_plain_sums(steps):
     waiting, plain = Waiting(SHARES), PlainWaiting(SHARES)
-    asked, popped = {}, []
+    owners, popped = {}, []
     for number, (verb, which, client, priority, tokens) in enumerate(steps):
         prompt = number, 0
         if verb == "add":
-            asked[prompt] = priority, client
+            owners[prompt] = priority, client
             waiting.add(priority, client, prompt)
             plain.add(priority, client, prompt)
         elif verb == "pop":
@@ -102,15 +102,15 @@ def test_the_order_is_that_of_plain_sums(steps):
             assert taken == plain.pop()
             if taken is not None:
                 popped.append(taken)
-                waiting.charge(*asked[taken], tokens)
-                plain.charge(*asked[taken], tokens)
+                waiting.charge(*owners[taken], tokens)
+                plain.charge(*owners[taken], tokens)
         elif verb == "charge" and popped:
-            owner = asked[popped[which % len(popped)]]
+            owner = owners[popped[which % len(popped)]]
             waiting.charge(*owner, tokens)
             plain.charge(*owner, tokens)
-        elif verb == "end" and asked:
-            prompt = list(asked)[which % len(asked)]
-            owner = asked.pop(prompt)
+        elif verb == "end" and owners:
+            prompt = list(owners)[which % len(owners)]
+            owner = owners.pop(prompt)
             waiting.end(*owner, prompt)
             plain.end(*owner, prompt)
             if prompt in popped:
@@ -118,22 +118,22 @@ def test_the_order_is_that_of_plain_sums(steps):
         assert waiting.num_waiting == plain.num_waiting
 
 
-def serve(waiting, asked, cost, count):
-    """Take prompts and end them; return the tokens that each client got."""
+def serve(waiting, owners, cost, count):
+    """Pop prompts and charge their tokens; return the tokens of each client."""
     served = dict.fromkeys(cost, 0)
     for _ in range(count):
         prompt = waiting.pop()
-        client = asked[prompt]
+        client = owners[prompt]
         waiting.charge(0, client, cost[client])
         served[client] += cost[client]
         waiting.end(0, client, prompt)
     return served
 
 
-def flood(waiting, asked, client, count):
+def flood(waiting, owners, client, count):
     for _ in range(count):
-        prompt = len(asked), 0
-        asked[prompt] = client
+        prompt = len(owners), 0
+        owners[prompt] = client
         waiting.add(0, client, prompt)
 
 
@@ -143,61 +143,61 @@ def flood(waiting, asked, client, count):
     st.lists(st.integers(1, 100), min_size=4, max_size=4),
 )
 def test_backlogged_clients_get_their_shares(shares, costs):
-    """No two are ever further apart than one prompt of each, over their shares."""
+    """Two clients never differ by more than one prompt of each, over their shares."""
     shares, costs = (dict(zip(CLIENTS, each, strict=True)) for each in (shares, costs))
-    waiting, asked = Waiting(shares), {}
+    waiting, owners = Waiting(shares), {}
     for client in CLIENTS:
-        flood(waiting, asked, client, 200)
+        flood(waiting, owners, client, 200)
     served = dict.fromkeys(CLIENTS, 0)
     for _ in range(20):
-        for client, tokens in serve(waiting, asked, costs, 10).items():
+        for client, tokens in serve(waiting, owners, costs, 10).items():
             served[client] += tokens
         had = [served[client] / shares[client] for client in CLIENTS]
         one = [costs[client] / shares[client] for client in CLIENTS]
         assert max(had) - min(had) <= max(one) * (1 + 1e-9)
 
 
-def test_an_idle_client_saves_nothing_up():
-    waiting, asked, cost = Waiting({}), {}, dict.fromkeys(CLIENTS, 10)
-    flood(waiting, asked, "a", 300)
-    assert serve(waiting, asked, cost, 100)["a"] == 1000
-    flood(waiting, asked, "b", 100)
-    served = serve(waiting, asked, cost, 20)
+def test_an_idle_client_accumulates_no_credit():
+    waiting, owners, cost = Waiting({}), {}, dict.fromkeys(CLIENTS, 10)
+    flood(waiting, owners, "a", 300)
+    assert serve(waiting, owners, cost, 100)["a"] == 1000
+    flood(waiting, owners, "b", 100)
+    served = serve(waiting, owners, cost, 20)
     assert served["a"] == served["b"] == 100
-    # A client's excess is not forgotten when it leaves for a moment.
-    waiting, asked = Waiting({}), {}
-    flood(waiting, asked, "a", 1)
-    flood(waiting, asked, "b", 5)
-    serve(waiting, asked, cost | {"a": 35}, 1)
-    flood(waiting, asked, "a", 1)
-    assert asked[waiting.pop()] == "b"
-    served = serve(waiting, asked, cost, 4)
+    # A client that briefly leaves keeps its excess.
+    waiting, owners = Waiting({}), {}
+    flood(waiting, owners, "a", 1)
+    flood(waiting, owners, "b", 5)
+    serve(waiting, owners, cost | {"a": 35}, 1)
+    flood(waiting, owners, "a", 1)
+    assert owners[waiting.pop()] == "b"
+    served = serve(waiting, owners, cost, 4)
     assert served["b"] == 40 and served["a"] == 0
-    # Nor if the rest of it is cancelled.
-    waiting, asked = Waiting({}), {}
-    flood(waiting, asked, "a", 2)
-    flood(waiting, asked, "b", 3)
+    # The same if its remaining requests are cancelled.
+    waiting, owners = Waiting({}), {}
+    flood(waiting, owners, "a", 2)
+    flood(waiting, owners, "b", 3)
     assert waiting.pop() == (0, 0)
     waiting.charge(0, "a", 35)
     waiting.end(0, "a", (1, 0))
     waiting.end(0, "a", (0, 0))
-    flood(waiting, asked, "c", 1)
-    flood(waiting, asked, "a", 1)
-    assert serve(waiting, asked, dict(a=10, b=10, c=10), 4) == dict(a=0, b=30, c=10)
+    flood(waiting, owners, "c", 1)
+    flood(waiting, owners, "a", 1)
+    assert serve(waiting, owners, dict(a=10, b=10, c=10), 4) == dict(a=0, b=30, c=10)
 
 
 def test_ties_are_served_in_order_of_arrival():
-    waiting, asked = Waiting({}), {}
+    waiting, owners = Waiting({}), {}
     for client in ("a", "b", "a"):
-        flood(waiting, asked, client, 1)
+        flood(waiting, owners, client, 1)
     waiting.end(0, "a", (0, 0))
-    assert [asked[waiting.pop()] for _ in range(2)] == ["b", "a"]
+    assert [owners[waiting.pop()] for _ in range(2)] == ["b", "a"]
 
 
 def test_idle_clients_take_no_memory():
-    """Lines of many clients that come once each, and priorities likewise."""
-    waiting, asked = Waiting({}), {}
-    flood(waiting, asked, "a", 3)
+    """Neither many clients with one request each, nor many priorities."""
+    waiting, owners = Waiting({}), {}
+    flood(waiting, owners, "a", 3)
     for number in range(1000):
         prompt = 10_000 + number, 0
         waiting.add(0, number, prompt)
@@ -206,11 +206,11 @@ def test_idle_clients_take_no_memory():
             waiting.end(0, number, prompt)
             continue
         while (taken := waiting.pop()) != prompt:
-            owner = (0, asked[taken]) if taken in asked else (20_000 - taken[0], "c")
+            owner = (0, owners[taken]) if taken in owners else (20_000 - taken[0], "c")
             waiting.charge(*owner, 1)
             waiting.end(*owner, taken)
-            if taken in asked:
-                flood(waiting, asked, "a", 1)
+            if taken in owners:
+                flood(waiting, owners, "a", 1)
         waiting.charge(0, number, 1)
         waiting.end(0, number, prompt)
     level = waiting._levels[0]
@@ -220,21 +220,21 @@ def test_idle_clients_take_no_memory():
 
 
 @pytest.mark.parametrize("share", [0, -1.0, math.inf, math.nan])
-def test_a_share_is_a_number_above_0(share):
+def test_a_share_must_be_a_positive_number(share):
     with pytest.raises(ValueError, match=f"> 0, got {share!r} for 'a'"):
         make_engine(shares={"a": share})
 
 
-def test_a_flood_of_one_client_holds_no_other_up():
-    """Counted in windows: it waits for the requests ahead of the queue, no more."""
-    asked = dict(tokens=[5, 6], max_new_tokens=3)  # a window each
+def test_a_flood_of_one_client_does_not_delay_others():
+    """A request waits only for those already submitted to the device."""
+    owners = dict(tokens=[5, 6], max_new_tokens=3)  # one window each
     turns = {}
-    for name in ("few", "many"):  # the second is first come, first served
+    for name in ("few", "many"):  # the second queue is first come, first served
         engine = make_engine()
         for _ in range(60):
-            engine.submit(**asked, client="many")
+            engine.submit(**owners, client="many")
         engine.step()
-        few = [engine.submit(**asked, client=name) for _ in range(RUNNING)]
+        few = [engine.submit(**owners, client=name) for _ in range(RUNNING)]
         turns[name] = 0
         while any(engine.state(number).value != "finished" for number in few):
             engine.step()
@@ -246,8 +246,8 @@ def test_a_flood_of_one_client_holds_no_other_up():
     assert turns["many"] >= 60 / RUNNING > 2 * turns["few"]
 
 
-def test_tokens_are_divided_by_the_shares():
-    """Of two floods, one with long prompts and texts, the other with short ones."""
+def test_tokens_are_divided_in_proportion_to_the_shares():
+    """One flood of long prompts and completions, one of short ones."""
     engine = make_engine(shares={"long": 3.0})
     clients = {}
     for number in range(120):
@@ -262,14 +262,14 @@ def test_tokens_are_divided_by_the_shares():
     for request, (client, size) in clients.items():
         if engine.state(request).value == "finished":
             had[client] += size
-    # Requests under way, or ahead of the queue, are counted on neither side.
+    # Running and submitted requests are not counted.
     beside = 18 * (RUNNING + AHEAD)
     assert abs(had["long"] / 3 - had["short"]) < beside / 3 + 18
     assert had["long"] > 2 * had["short"] > 0
     engine.close()
 
 
-def test_names_of_clients_are_texts_numbers_or_none():
+def test_client_names_are_strings_numbers_or_none():
     engine = make_engine()
     with pytest.raises(RequestRefused, match="client must be a str, an int or None"):
         engine.submit([1], client=("a", 1))
@@ -292,26 +292,26 @@ def test_queue_full_estimates_grow_per_client_refusal():
                 refused.append(full.seconds)
 
     submit(10)
-    # None has begun yet: nothing was measured.
+    # Nothing has started, so nothing is measured.
     assert refused == [1.0, 1.0]
     run_all(engine)
     assert engine.stats().finished == 8
 
 
-def test_waits_follow_how_fast_requests_begin():
+def test_estimates_follow_the_rate_of_admission():
     begun, room = Rate(), QueueWait()
     assert room.find_wait(begun, 0.0) == 1.0
     for now in range(6):
         begun.add(4, float(now))
     assert [room.find_wait(begun, 5.0) for _ in range(3)] == [0.25, 0.5, 0.75]
-    # The promised time has gone by, and the rate is of the last ten seconds.
+    # The estimate has passed, and the rate covers the last ten seconds.
     assert room.find_wait(begun, 10.0) == pytest.approx(10 / 20)
     assert room.find_wait(begun, 30.0) == 1.0
     assert begun.read(30.0) == 0.0
 
 
-def test_waits_fall_when_requests_begin_faster():
-    """The newest rate replaces places that were promised while it was slow."""
+def test_estimates_fall_if_admission_speeds_up():
+    """The newest rate replaces estimates made at a slower rate."""
     begun, room = Rate(), QueueWait()
     begun.add(1, 0.0)
     begun.add(1, 8.0)

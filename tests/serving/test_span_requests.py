@@ -1,9 +1,9 @@
-"""Requests with spans through the engine: batches, prefix caching, parking."""
+"""Requests with spans in the engine: batching, prefix caching, parking."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_attention_model import (
+from support.models.small_attention_model import (
     DIM,
     HEADS,
     VOCABULARY,
@@ -48,7 +48,7 @@ def make_engine(num_blocks=24, params=None, **options):
 
 @pytest.fixture(scope="module")
 def engine():
-    """One engine for all tests: its programs are compiled once."""
+    """One engine for all tests, compiled once."""
     return make_engine()
 
 
@@ -71,8 +71,8 @@ def test_requests_with_and_without_spans_share_a_batch(engine):
 
 
 @pytest.mark.one_end
-def test_private_spans_are_not_found_again(engine):
-    """The same ids without a span, or in another one, are other keys."""
+def test_private_spans_are_not_shared(engine):
+    """The same ids without a span, or in another span, have other keys."""
     prompt = PROMPTS[0]
     for ends in (SPANS[0], None, [5] * 6 + [-1] * 6, SPANS[0]):
         (result,) = run(engine, [prompt], [ends])
@@ -90,14 +90,14 @@ def test_a_parked_request_continues_with_its_spans(engine):
     again = engine.resume(number, more, spans=[-1, 2, 2, -1])
     while not engine.is_idle:
         engine.step()
-    text = [*PROMPTS[1], *first, *more]
+    sequence = [*PROMPTS[1], *first, *more]
     ends = [*SPANS[1], *[-1] * NEW, -1, 12, 12, -1]
-    assert list(engine.results(again)[0].tokens) == continue_densely(text, ends)
+    assert list(engine.results(again)[0].tokens) == continue_densely(sequence, ends)
 
 
 @pytest.mark.one_end
-def test_images_enter_as_rows_of_the_params():
-    """Ids past the vocabulary are rows that `update_params` replaces."""
+def test_image_embeddings_are_rows_of_the_params():
+    """Ids beyond the vocabulary select rows that `update_params` replaces."""
 
     def with_rows(seed):
         rows = np.random.default_rng(seed).normal(size=(4, HEADS * DIM))
@@ -119,7 +119,7 @@ def test_images_enter_as_rows_of_the_params():
 
 
 @pytest.mark.one_end
-def test_spans_are_refused_by_name(engine):
+def test_invalid_spans_are_refused_by_name(engine):
     prompt = PROMPTS[0]
     cases = {
         "spans must have an end below 12": [3] * 11,

@@ -1,12 +1,12 @@
-"""Programs that an engine compiles to begin: a few copies of the model, none later."""
+"""Programs compiled at an engine's start: a few copies of the model, none later."""
 
 import collections
 
 import jax
 import numpy as np
 import pytest
-from support.automata import make_automata
-from support.windowed_model import EMBEDDING, SIZES, VOCABULARY, make_model
+from support.grammar.automata import make_automata
+from support.models.windowed_model import EMBEDDING, SIZES, VOCABULARY, make_model
 
 import jkv
 from jkv.decoding import DraftModel, PromptLookup
@@ -16,12 +16,11 @@ pytestmark = pytest.mark.one_end
 
 MOST_PROMPT_TOKENS = 8192
 WINDOWS = {"one pool": [None], "three": [8, None, 32]}
-# Of a step with a token for each sequence, of the sizes of steps with prompts, and of
-# the sizes of verification steps.
+# Decode steps, the step sizes with prompts, and the verification step sizes.
 MOST_COPIES = 8
 
 
-def make_cache(windows, max_running):
+def make_config(windows, max_running):
     config = SIZES | dict(
         num_blocks=1024,
         block_size=16,
@@ -32,14 +31,12 @@ def make_cache(windows, max_running):
         jkv.CacheConfig(**config, **({} if w is None else {"sliding_window": w}))
         for w in windows
     ]
-    if len(groups) == 1:
-        return jkv.init(groups[0])
     layers = tuple(range(len(groups)))
-    return jkv.init(jkv.GroupedConfig(groups=tuple(groups), layer_groups=layers))
+    return jkv.GroupedConfig(groups=tuple(groups), layer_groups=layers)
 
 
 class CountedModel:
-    """A model that counts how often it is traced, by the rows of its steps."""
+    """A model that counts its traces by the rows of the step."""
 
     def __init__(self, windows):
         self.num_traces = collections.Counter()
@@ -51,9 +48,12 @@ class CountedModel:
 
 
 def make_engine(max_running=64, windows="one pool", **options):
-    """An engine as it is without sizes of steps, for long prompts; and its model."""
+    """Return an engine with default step sizes for long prompts, and its model."""
     model = CountedModel(WINDOWS[windows])
-    cache = make_cache(WINDOWS[windows], max_running)
+    config = make_config(WINDOWS[windows], max_running)
+    if (draft := options.get("speculate")) is not None:
+        config = jkv.with_drafter(config, draft)
+    cache = jkv.init(config)
     engine = Engine(
         model,
         EMBEDDING,
@@ -67,19 +67,19 @@ def make_engine(max_running=64, windows="one pool", **options):
 
 
 def shape_beginning(engine):
-    """Return a window's arguments, as shapes."""
+    """Return the loop and the shapes of its first state."""
     loop = engine._scheduler.loop
     return loop, loop._begin.find_shapes(**loop._beginning)
 
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "grammar, lookup", "draft"])
-def test_an_engine_has_few_copies_of_the_model(kind):
-    """At most 8 in all that it runs, for any lengths of its prompts."""
+def test_an_engine_compiles_few_copies_of_the_model(kind):
+    """At most 8 in all its programs, for any prompt lengths."""
     draft, options = None, {}
     if kind == "draft":
         draft = CountedModel([None])
         options["speculate"] = DraftModel(
-            model=draft, params=EMBEDDING, cache=make_cache([None], 64), num_tokens=3
+            model=draft, params=EMBEDDING, config=make_config([None], 64), num_tokens=3
         )
     if kind == "windows":
         options["windows"] = "three"
@@ -98,7 +98,7 @@ def test_an_engine_has_few_copies_of_the_model(kind):
         sampling=sampling,
         num_steps=np.int32(1),
     )
-    rows = {64: 2, 128: 1, 256: 1, 512: 1}  # a token each, or tokens of prompts beside
+    rows = {64: 2, 128: 1, 256: 1, 512: 1}  # decode steps, or steps with prompt tokens
     checked = model.num_traces - collections.Counter(rows)
     assert model.num_traces & collections.Counter(rows) == rows
     assert (not checked) == ("speculate" not in options) and checked.total() <= 2
@@ -107,8 +107,8 @@ def test_an_engine_has_few_copies_of_the_model(kind):
         assert 1 <= draft.num_traces.total() <= MOST_COPIES
 
 
-def test_a_start_computes_nothing_while_it_compiles():
-    """No constant of the prompts' size: XLA took half a minute to add such ones up."""
+def test_compiling_the_first_state_folds_no_constants():
+    """No constant has the size of the prompts: XLA took half a minute to fold them."""
     engine, _ = make_engine(max_running=4)
     loop, _ = shape_beginning(engine)
     begin = loop._begin
@@ -118,8 +118,8 @@ def test_a_start_computes_nothing_while_it_compiles():
 
 
 @pytest.mark.further
-def test_prompts_of_all_lengths_compile_nothing():
-    """After `warm_up` no program at all, of the engine, of JAX or of the model."""
+def test_prompts_of_any_length_compile_nothing():
+    """After `warm_up`, neither the engine nor JAX nor the model compiles a program."""
     engine, model = make_engine(max_running=4)
     engine.warm_up()
     compiled = []

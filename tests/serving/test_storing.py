@@ -1,12 +1,12 @@
-"""Cached blocks that leave an engine's pool for a store, and come back."""
+"""Cached blocks that an engine offloads to a store, and restores."""
 
 import numpy as np
 import pytest
-from support.folding_model import MODELS, VOCABULARY, make_config
-from support.long_runs import Clock
-from support.small_engines import WIDTH, draw_request, make_engine
-from support.versioned_model import make_engine as make_versioned
-from support.versioned_model import read_ages, weights
+from support.models.versioned_model import make_engine as make_versioned
+from support.models.versioned_model import read_ages, weights
+from support.serving.long_runs import Clock
+from support.serving.small_engines import WIDTH, draw_request, make_engine
+from support.states.folding_model import MODELS, VOCABULARY, make_config
 
 import jkv
 from jkv.decoding import FinishReason
@@ -21,7 +21,7 @@ FREE_BLOCKS = 16  # the prompts alone have 24 full ones
 
 
 def play(engine, prompts=PROMPTS, rounds=3):
-    """Texts that come again when the pool has lost them."""
+    """Generate for prompts repeatedly, after the pool has evicted them."""
     results = []
     for _ in range(rounds):
         for first in range(0, len(prompts), 3):
@@ -39,7 +39,7 @@ def test_evicted_blocks_are_restored():
     assert stats.spilled_blocks >= stats.restored_blocks
     assert stats.cached_tokens == stats.restored_tokens
     assert stats.prompt_tokens + stats.cached_tokens == len(expected) * WIDTH
-    # All but the first time each prompt is known but for its last tokens.
+    # In every round but the first, all full blocks of each prompt are found.
     assert stats.cached_tokens == 2 * len(PROMPTS) * (WIDTH // 4 * 4)
     assert stats.store_bytes == store.nbytes > 0 and stats.store_folder_bytes == 0
     assert stats.copy_seconds_per_token > 0
@@ -47,8 +47,8 @@ def test_evicted_blocks_are_restored():
 
 @pytest.mark.parametrize("free_blocks", [6, 8, 10])
 @pytest.mark.parametrize("share", [0.05, 0.3])
-def test_nothing_is_handed_out_before_it_has_left(free_blocks, share):
-    """One text after the other; the pool holds one or two."""
+def test_blocks_are_spilled_before_they_are_reallocated(free_blocks, share):
+    """One sequence after another; the pool holds one or two."""
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=free_blocks, store=store, store_share=share)
     found = [
@@ -60,18 +60,18 @@ def test_nothing_is_handed_out_before_it_has_left(free_blocks, share):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_requests_are_answered_as_without_a_store(seed):
-    """Some are cancelled, some are late; the others are answered as ever."""
+def test_random_requests_equal_those_without_a_store(seed):
+    """Cancelled requests and late ones included."""
     results = []
     for store in (None, jkv.BlockStore(3000)):
         rng, ended = np.random.default_rng(seed), {}
         engine = make_engine(free_blocks=20, store=store, store_share=0.6)
         numbers = []
         for trip in range(60):
-            asked = draw_request(rng)
+            options = draw_request(rng)
             if trip % 7 == 3:
-                asked["timeout"] = 1e-9
-            numbers.append(engine.submit(**asked))
+                options["timeout"] = 1e-9
+            numbers.append(engine.submit(**options))
             if trip % 5 == 4:
                 engine.cancel(numbers[int(rng.integers(len(numbers)))])
             engine.step()
@@ -109,7 +109,7 @@ def test_a_later_engine_restores_blocks_from_the_folder(tmp_path):
         jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9, version="b")
 
 
-TEXT = list(range(13))
+PROMPT = list(range(13))
 
 
 def folder_of(path, **fields):
@@ -122,27 +122,27 @@ def hash_of(text):
 
 
 def fill(store, version, **options):
-    """An engine with the blocks of a text in the store."""
+    """Fill the store with the blocks of a sequence from one engine."""
     engine = make_versioned(store=store, store_share=1.0, **options)
     if version:
         engine.update_params(weights(version))
-    engine.generate([TEXT])
+    engine.generate([PROMPT])
     engine.close()
     store.save()
     return engine
 
 
 def count_restored(engine):
-    """Tokens of the text from the store; all blocks are of the engine's weights."""
+    """Count the restored tokens; assert that their weights are the engine's."""
     before = engine.stats()
-    (found,) = engine.generate([TEXT])
-    ages = read_ages(TEXT, found)
+    (found,) = engine.generate([PROMPT])
+    ages = read_ages(PROMPT, found)
     assert {*ages} == {before.version}, "blocks of other weights"
     return engine.stats().restored_tokens - before.restored_tokens
 
 
-def test_engines_of_other_weights_share_a_folder_and_no_block(tmp_path):
-    """Each reads the files of engines with its own weights, also after an update."""
+def test_engines_with_other_weights_share_a_folder_but_no_block(tmp_path):
+    """Each reads the files of engines with equal weights, also after an update."""
     fill(folder_of(tmp_path), 0)
     fill(folder_of(tmp_path), 1)
     engine = make_versioned(store=folder_of(tmp_path), store_share=1.0)
@@ -155,7 +155,7 @@ def test_engines_of_other_weights_share_a_folder_and_no_block(tmp_path):
     assert count_restored(again) == 12
 
 
-def test_engines_of_one_store_object_share_no_block_of_other_weights():
+def test_engines_share_a_store_object_but_no_block_of_other_weights():
     store = jkv.BlockStore(2**20)
     old = make_versioned(store=store, store_share=1.0)
     new = make_versioned(store=store, store_share=1.0)
@@ -166,34 +166,34 @@ def test_engines_of_one_store_object_share_no_block_of_other_weights():
     assert count_restored(old) == count_restored(new) == 12
 
 
-def test_store_version_names_the_weights(tmp_path):
-    """With one name they share, for any weights; with different names they do not."""
+def test_store_version_identifies_the_weights(tmp_path):
+    """Equal names share blocks, whatever the weights; different names do not."""
     fill(folder_of(tmp_path), 0, store_version="a")
     for name, restored in (("a", 12), ("b", 0), (None, 0)):
         store = folder_of(tmp_path)
         engine = make_versioned(store=store, store_share=1.0, store_version=name)
         assert count_restored(engine) == restored
     engine.update_params(weights(1), store_version="trained")
-    engine.generate([TEXT])
+    engine.generate([PROMPT])
     engine.close()
     store.save()
     store = folder_of(tmp_path, version="trained")  # the next start
-    assert store.find(TEXT).num_blocks == 3
+    assert store.find(PROMPT).num_blocks == 3
     with pytest.raises(ValueError, match="must have version '', got 'trained'"):
         folder_of(tmp_path)
 
 
 def test_blocks_of_mixed_weights_have_their_own_store_version(tmp_path):
-    """With keep_cached stored blocks remain, under a name of their own."""
+    """With `keep_cached`, stored blocks remain under a separate name."""
     store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
     engine = make_versioned(store=store, store_share=1.0)
-    engine.generate([TEXT])
+    engine.generate([PROMPT])
     engine.close()
     engine.update_params(weights(1), keep_cached=True)
     before = engine.stats().restored_tokens
-    (found,) = engine.generate([TEXT])
+    (found,) = engine.generate([PROMPT])
     assert engine.stats().restored_tokens - before == 12
-    assert {*read_ages(TEXT, found)} == {0}
+    assert {*read_ages(PROMPT, found)} == {0}
     engine.close()
     store.save()
     for version in (0, 1):
@@ -203,42 +203,42 @@ def test_blocks_of_mixed_weights_have_their_own_store_version(tmp_path):
         assert count_restored(other) == 0
 
 
-def test_a_salt_that_is_a_text_is_the_same_domain_in_every_process(tmp_path):
-    """Its number is of one process: another one numbers other clients first."""
+def test_a_string_salt_is_stable_across_processes(tmp_path):
+    """The salt's number is not: another process numbers other clients first."""
     store = folder_of(tmp_path)
     engine = make_versioned(store=store, store_share=1.0)
     for salt in ("A", "B"):
-        engine.results(engine.submit(TEXT * 2, salt=salt))
+        engine.results(engine.submit(PROMPT * 2, salt=salt))
     engine.close()
     store.save()
     engine = make_versioned(store=folder_of(tmp_path), store_share=1.0)
     for salt, length in (("B", 24), ("C", 0), ("A", 24), (0, 0)):
-        (found,) = engine.results(engine.submit(TEXT * 2, salt=salt))
+        (found,) = engine.results(engine.submit(PROMPT * 2, salt=salt))
         assert found.cached_tokens == length
     assert engine.stats().restored_tokens == 48
 
 
-def test_salts_are_texts_or_numbers_from_0():
+def test_salts_are_strings_or_nonnegative_numbers():
     engine = make_versioned()
-    engine.submit(TEXT, salt=2**32 - 1)
+    engine.submit(PROMPT, salt=2**32 - 1)
     with pytest.raises(ValueError, match="salt must be a str or an int from 0"):
-        engine.submit(TEXT, salt="text")
+        engine.submit(PROMPT, salt="text")
     engine = make_versioned()
-    engine.submit(TEXT, salt="text")
-    engine.submit(TEXT, salt=7)
+    engine.submit(PROMPT, salt="text")
+    engine.submit(PROMPT, salt=7)
     for salt in (-1, 2**31):
         with pytest.raises(ValueError, match="salt must be a str or an int from 0"):
-            engine.submit(TEXT, salt=salt)
-    engine.submit(TEXT, salt="another")  # a refused request changes nothing
+            engine.submit(PROMPT, salt=salt)
+    engine.submit(PROMPT, salt="another")  # a refused request changes nothing
     with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
-        engine.submit(TEXT, salt=1.0)
+        engine.submit(PROMPT, salt=1.0)
     numbers = SaltNumbers()
     assert numbers.number("\ud800") == -1 and numbers.number("a") == -2
     assert numbers.name(7) == 7 and numbers.name(-3) is None
 
 
-def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
-    monkeypatch.setattr(requests, "MOST_TEXTS", 2)
+def test_evicted_string_salts_are_not_stored(monkeypatch):
+    monkeypatch.setattr(requests, "MOST_STRING_SALTS", 2)
     numbers = SaltNumbers()
     first = [numbers.number(text) for text in "abac"]
     assert first == [-1, -2, -1, -3] and numbers.number("b") == -4
@@ -251,14 +251,14 @@ def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
     store = jkv.BlockStore(2**20)
     engine = make_versioned(store=store, store_share=0.05)
     for salt in "abc":
-        engine.results(engine.submit(TEXT, salt=salt))
+        engine.results(engine.submit(PROMPT, salt=salt))
     engine.close()
     left = {salt for _, salt in store._roots}
     assert left == {hash_of(text) for text in "bc"}
 
 
 @pytest.mark.parametrize("copying, restored", [(1.0, 0), (1e-4, 8)])
-def test_slow_restores_are_replaced_by_computation(copying, restored):
+def test_slow_restores_are_replaced_by_recomputation(copying, restored):
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
     play(engine, rounds=1)
@@ -267,12 +267,12 @@ def test_slow_restores_are_replaced_by_computation(copying, restored):
     offloading._computing = storing_module._Pace(1e-3, num_timed=2)
     engine.generate(PROMPTS[:1], max_new_tokens=1)
     assert engine.stats().restored_tokens == restored
-    if not restored:  # and is tried again in the end
+    if not restored:  # and is retried at the end
         assert offloading._copying.seconds < copying
 
 
-def test_short_prompts_are_weighed_against_copying_too():
-    """Their windows are timed together, and waiting is no computing."""
+def test_short_prompts_are_restored_only_if_faster():
+    """Their windows are timed together, and waiting does not count as computing."""
     clock = Clock()
     store = jkv.BlockStore(2**20)
     engine = make_engine(
@@ -303,7 +303,7 @@ def test_other_weights_empty_the_store():
 
 
 @pytest.mark.parametrize("kind", ["keys", "keys+state", "state"])
-def test_states_come_back_with_their_blocks(kind):
+def test_states_are_restored_with_their_blocks(kind):
     config = make_config(kind, num_snapshots=3, every=4, num_blocks=14)
     model = MODELS[kind]
     prompts = np.random.default_rng(3).integers(0, VOCABULARY, (6, 13)).tolist()

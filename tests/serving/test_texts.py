@@ -1,4 +1,4 @@
-"""Texts in pieces: never taken back, trimmed exactly, for any pieces in a window."""
+"""Streaming detokenization: text is final, trimmed exactly, for any window size."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def decode(ids):
 
 
 def draw_tokens(rng, count):
-    """Words, and now and then a character in single bytes, whole or not."""
+    """Draw words, and sometimes a character in single bytes, complete or not."""
     tokens = []
     while len(tokens) < count:
         if rng.random() < 0.7:
@@ -30,7 +30,7 @@ def draw_tokens(rng, count):
 
 
 def first_stop(tokens, stops):
-    """Return the fewest tokens with a stop string, and the text before it."""
+    """Return the number of tokens up to a stop string, and the text before it."""
     for count in range(1, len(tokens) + 1):
         text = decode(tokens[:count]).rstrip(BROKEN)
         places = [text.find(stop) for stop in stops]
@@ -40,11 +40,11 @@ def first_stop(tokens, stops):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pieces_of_any_size_give_the_same_text_and_end(seed):
+def test_any_window_size_gives_the_same_text_and_end(seed):
     rng = np.random.default_rng(seed)
     tokens = draw_tokens(rng, int(rng.integers(1, 90)))
     prompt = draw_tokens(rng, 12)[: rng.integers(0, 12)]
-    # A prompt that ends in half a character lends the rest to the text.
+    # A prompt that ends within a character leaves the rest to the completion.
     while decode(prompt).endswith(BROKEN):
         prompt.pop()
     stops = [
@@ -64,7 +64,7 @@ def test_pieces_of_any_size_give_the_same_text_and_end(seed):
 
 
 def decode_runs(ids):
-    """As tokenizers with bytes as the last resort: a run of them is one text."""
+    """Decode like tokenizers with byte fallback: a run of bytes is one string."""
     text, run = "", b""
     for i in [*ids, None]:
         if i is not None and i >= len(WORDS):
@@ -85,7 +85,7 @@ def as_bytes(text):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 36])
 @pytest.mark.parametrize("length", [0, 1, 5, 30])
 def test_characters_of_single_bytes_are_kept_whole(length, size):
-    """For any prompt, which may end inside one, and any number of tokens at once."""
+    """For any prompt, also one that ends within a character, and any window size."""
     half = as_bytes("\u732b")[:2]
     prompt = [0, *as_bytes("\u3042" * length), *half]
     text = "\u732b" + "\u3042\u3044\u3046" * 12 + "a"
@@ -97,7 +97,7 @@ def test_characters_of_single_bytes_are_kept_whole(length, size):
     assert stream.text == text
 
 
-def test_work_grows_with_the_text_alone():
+def test_work_is_linear_in_the_text():
     counts = []
 
     def count(ids):
@@ -123,8 +123,8 @@ BROKEN_RUNS = {
 @pytest.mark.parametrize("size", [1, 3, 8, 800])
 @pytest.mark.parametrize("of", [decode, decode_runs], ids=["byte level", "runs"])
 @pytest.mark.parametrize("name", BROKEN_RUNS)
-def test_work_is_bounded_where_bytes_form_no_character(name, of, size):
-    """Before a text, in it, and as all of it."""
+def test_work_is_bounded_for_invalid_bytes(name, of, size):
+    """Invalid bytes are before valid text, within it, and alone."""
     run = [len(WORDS) + byte for byte in BROKEN_RUNS[name]] * 800
     run = run[:800]
     for prompt, tokens in (
@@ -149,7 +149,7 @@ def test_work_is_bounded_where_bytes_form_no_character(name, of, size):
         assert begun < 10_000 and sum(counts) < 80 * len(tokens)
         text = stream.text.removeprefix(BROKEN if len(prompt) == len(run) else "")
         if name == "the character itself" and of is decode_runs:
-            # One for the three bytes of a character, or one for each byte.
+            # One replacement character for three bytes, or one per byte.
             assert text.replace(BROKEN, "") == of(tokens).replace(BROKEN, "")
         else:
             assert text == of(tokens)
@@ -157,7 +157,7 @@ def test_work_is_bounded_where_bytes_form_no_character(name, of, size):
 
 @pytest.mark.parametrize("decode", [decode, decode_runs])
 def test_streamed_text_equals_whole_decoding(decode):
-    """A character U+FFFD stays, and of half a character one is left."""
+    """A character U+FFFD is kept, and an incomplete character becomes one."""
     for tokens in (as_bytes("\ufffd"), [0, *as_bytes("\u3042\ufffd")]):
         stream = TextStream(decode, [], ["STOP"])
         for token in tokens:
@@ -171,7 +171,7 @@ def test_streamed_text_equals_whole_decoding(decode):
     assert stream.text == "a\u3042" + BROKEN
 
 
-def test_a_part_of_a_stop_string_waits_until_decided():
+def test_a_partial_stop_string_is_held_back():
     stream = TextStream(lambda ids: "".join(map(chr, ids)), [], ["STOP", "OPEN"])
     shown = []
     for character in "a STO, STOPEN":
@@ -183,9 +183,9 @@ def test_a_part_of_a_stop_string_waits_until_decided():
     assert (kept, stream.text) == (11, "a STO, ")
 
 
-def test_words_read_as_they_do_behind_their_prompt():
+def test_words_decode_as_after_their_prompt():
     def decode_words(ids):
-        """As SentencePiece does: the first word of a text has no space before it."""
+        """Decode like SentencePiece: the first word has no leading space."""
         return "".join(f" {i}" for i in ids)[1:]
 
     stream = TextStream(decode_words, [7, 8], [])

@@ -1,11 +1,11 @@
-"""Threads that submit, and event loops that read along."""
+"""Threads that submit, and event loops that stream."""
 
 import asyncio
 import threading
 
 import numpy as np
 import pytest
-from support.small_engines import (
+from support.serving.small_engines import (
     assert_alone,
     assert_released,
     draw_request,
@@ -50,17 +50,17 @@ def test_threads_submit_and_wait_together(has_thread):
     assert_released(engine)
 
 
-def test_an_event_loop_reads_along():
+def test_an_event_loop_streams_tokens():
     requests = [draw_request(np.random.default_rng(i), n=1) for i in range(12)]
-    told = {}
+    streamed = {}
 
     async def read(engine, i):
         tokens = []
         async for token in engine.astream(**requests[i]):
             tokens.append(token)
             if i % 4 == 3 and len(tokens) == 1:
-                break  # the consumer is gone
-        told[i] = tokens
+                break  # the consumer leaves
+        streamed[i] = tokens
 
     async def leave(engine):
         number = engine.submit([1, 2], max_new_tokens=12)
@@ -82,9 +82,9 @@ def test_an_event_loop_reads_along():
         assert engine.state(left) in (RequestStatus.CANCELLED, RequestStatus.FINISHED)
         for i, request in enumerate(requests):
             found = engine.results(engine.submit(**request))[0]
-            assert told[i] == found.tokens[: len(told[i])]
+            assert streamed[i] == found.tokens[: len(streamed[i])]
             if i % 4 != 3:
-                assert told[i] == found.tokens
+                assert streamed[i] == found.tokens
     assert_released(engine)
 
 
@@ -92,7 +92,7 @@ async def _read_all(events):
     return [event async for event in events]
 
 
-def test_a_closed_event_loop_is_a_consumer_that_left():
+def test_a_closed_event_loop_is_a_lost_consumer():
     engine = make_engine(checks=False)
     number = engine.submit([1, 2], max_new_tokens=12)
     engine.warm_up()
@@ -116,7 +116,7 @@ def test_closing_cancels_unfinished_requests():
     reasons = {engine.results(number)[0].reason for number in numbers}
     assert FinishReason.CANCELLED in reasons
     assert_released(engine)
-    # It can go on without its thread, and with a new one.
+    # It can continue without its thread, and with a new one.
     assert len(engine.generate([[1]], max_new_tokens=2)[0].tokens) == 2
     with engine:
         assert len(engine.generate([[1]], max_new_tokens=2)[0].tokens) == 2

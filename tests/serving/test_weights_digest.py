@@ -1,4 +1,4 @@
-"""The digest that names weights in a store: of every element, and of their model."""
+"""The weights digest of a store covers every element, and the model."""
 
 import functools
 import subprocess
@@ -20,8 +20,8 @@ def digest(params, model=None, exact=False):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.split())
-def test_any_element_changes_it(dtype):
-    """Its value, its place and its shape."""
+def test_any_element_changes_the_digest(dtype):
+    """The value, index and shape of each element count."""
     plain = np.zeros((3, 2, 5), np.float32)
     changed = [plain]
     for at in np.ndindex(plain.shape):
@@ -36,7 +36,7 @@ def test_any_element_changes_it(dtype):
     assert digest({"a": np.asarray(arrays[1])}) == found[1]
 
 
-def test_a_swap_and_a_negative_zero_change_it():
+def test_a_swap_and_a_negative_zero_change_the_digest():
     rows = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     swapped = rows[[1, 0, 2, 3]]
     signed = np.array([[0.0, -0.0]], np.float32)
@@ -55,7 +55,7 @@ def make_model(base, turns=None, *, scale=1.0):
 
 
 class Settings:
-    """A model with its address in its text, and its setting."""
+    """A model whose repr has its address, and a setting."""
 
     def __init__(self, base):
         self.base = base
@@ -91,7 +91,7 @@ print(digest({"a": np.arange(7.0), "b": np.arange(3)}, make_model(1e4, np.ones(3
 """
 
 
-def test_it_is_the_same_in_every_process():
+def test_the_digest_is_equal_in_every_process():
     found = {
         subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""Cached blocks by text: in memory and in a folder, with damaged or missing files."""
+"""Block stores in memory and in folders, with damaged or missing files."""
 
 import errno
 import functools
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.folding_model import make_config
 from support.small_caches import allocate, append, free, small_cache, write_tokens
+from support.states.folding_model import make_config
 
 import jkv
 from jkv.tiers import folder as folders
@@ -25,30 +25,30 @@ T = 4
 
 
 @functools.cache
-def spilled_of(texts, salt=0):
-    """Return the spilled blocks of texts; each holds its tokens."""
+def spilled_of(sequences, salt=0):
+    """Return the spilled blocks of sequences; their contents are the tokens."""
     cache = small_cache(num_blocks=24, prefix_caching=True)
-    for text in texts:
-        cache, opened = allocate(cache, 0, tokens=[list(text)], salts=salt)
+    for sequence in sequences:
+        cache, opened = allocate(cache, 0, tokens=[list(sequence)], salts=salt)
         seq_id, start = int(opened.seq_ids[0]), int(opened.num_cached[0])
-        rest = list(text[start:])
+        rest = list(sequence[start:])
         cache, step = append(cache, seq_id, len(rest), tokens=rest)
         cache = write_tokens(cache, step, rest)
         cache, _ = free(cache, seq_id)
     return jkv.spill(cache, 24)[1]
 
 
-def draw_texts(rng):
-    """Texts of few tokens, which often begin alike."""
+def draw_sequences(rng):
+    """Draw sequences over two tokens, which often share prefixes."""
     return tuple(
         tuple(rng.integers(2, size=rng.integers(1, 14)).tolist()) for _ in range(3)
     )
 
 
 def columns_of(spilled):
-    """The keys of each column that is held, by its text."""
+    """Return the keys of each column present, by salt and tokens."""
     return {
-        (int(spilled.salts[node]), tuple(spilled.text_of(node).tolist())): (
+        (int(spilled.salts[node]), tuple(spilled.tokens_of(node).tolist())): (
             held.arrays["block.0.key_pool"]
         )
         for node, held in spilled.held.items()
@@ -62,33 +62,33 @@ def find_columns(store, prompt, salt):
 
 def expect(model, prompt, salt):
     ends = range(T, len(prompt), T)
-    texts = [(salt, tuple(prompt[:end])) for end in ends]
-    return {text: model[text] for text in texts if text in model}
+    sequences = [(salt, tuple(prompt[:end])) for end in ends]
+    return {sequence: model[sequence] for sequence in sequences if sequence in model}
 
 
 @pytest.mark.parametrize("where", ["memory", "folder", "both"])
 def test_stored_blocks_are_found_bit_identical(where, tmp_path):
-    """A dictionary of texts is the reference; the folder has all that memory lacks."""
+    """The reference is a dict by sequence; the folder holds all that memory lacks."""
     max_bytes = {"memory": 2**30, "folder": 0, "both": 2000}[where]
     in_folder = dict(folder=tmp_path, max_folder_bytes=2**30)
     store = jkv.BlockStore(max_bytes, **({} if where == "memory" else in_folder))
     rng, model, num_found = np.random.default_rng(7), {}, 0
     for trip in range(25):
         salt = int(rng.integers(2))
-        spilled = spilled_of(draw_texts(rng), salt)
+        spilled = spilled_of(draw_sequences(rng), salt)
         model = columns_of(spilled) | model
         store.put(spilled)
         assert store.nbytes <= max_bytes
         if trip % 5 == 4 and where != "memory":  # another process
             store.save()
             store = jkv.BlockStore(max_bytes, **in_folder)
-        for prompt in draw_texts(rng):
+        for prompt in draw_sequences(rng):
             expected = expect(model, prompt, salt)
             found = find_columns(store, prompt, salt)
             assert found.keys() == expected.keys()
-            for text, key in found.items():
-                np.testing.assert_array_equal(key, expected[text])
-            held = [len(text) for _, text in expected]
+            for sequence, key in found.items():
+                np.testing.assert_array_equal(key, expected[sequence])
+            held = [len(sequence) for _, sequence in expected]
             assert store.count(list(prompt), salt) == max(held, default=0)
             num_found += len(found)
     assert num_found > 20
@@ -99,14 +99,15 @@ def test_stored_blocks_are_found_bit_identical(where, tmp_path):
     assert store.nbytes == store.num_blocks == store.folder_bytes == 0
 
 
-def test_the_longest_unused_goes_first_and_children_before_parents():
+def test_least_recently_used_blocks_go_first_and_children_before_parents():
     first, second = (tuple([n] * 9) for n in (1, 2))
     store = jkv.BlockStore(2**20)
     store.put(spilled_of((first,)))
     store.put(spilled_of((second,)))
     size = store.nbytes // 4
-    store.max_bytes = 3 * size
-    assert len(find_columns(store, first, 0)) == 2  # used: the other's last goes
+    assert len(find_columns(store, first, 0)) == 2
+    store.max_bytes = 3 * size  # drops the last column of the LRU sequence
+    assert len(find_columns(store, first, 0)) == 2
     assert [len(t) for _, t in find_columns(store, second, 0)] == [4]
     store.max_bytes = size
     store.put(spilled_of((first,)))
@@ -119,8 +120,8 @@ def test_discard_removes_a_sequence_and_no_prefix_of_others(in_folder, tmp_path)
     folder = dict(folder=tmp_path, max_folder_bytes=2**20) if in_folder else {}
     store = jkv.BlockStore(2**20, **folder)
     short, long, other = (1,) * 9, (1,) * 13, (2,) * 13
-    for text in (short, long, other):
-        store.put(spilled_of((text,)))
+    for sequence in (short, long, other):
+        store.put(spilled_of((sequence,)))
     if in_folder:
         store.save()
     before = store.nbytes
@@ -136,9 +137,9 @@ def test_discard_removes_a_sequence_and_no_prefix_of_others(in_folder, tmp_path)
     assert len(find_columns(store, other, 0)) == (3 if in_folder else 0)
 
 
-def test_a_smaller_context_takes_the_blocks_that_it_can_reach():
-    text = tuple(range(13))
-    spilled = spilled_of((text, (9,) * 5))
+def test_a_smaller_context_restores_only_reachable_blocks():
+    sequence = tuple(range(13))
+    spilled = spilled_of((sequence, (9,) * 5))
     for length, reached in ((12, 3), (11, 2), (4, 1)):
         cache = small_cache(max_context_length=length, prefix_caching=True)
         cache, num = jkv.restore(cache, spilled)
@@ -146,16 +147,16 @@ def test_a_smaller_context_takes_the_blocks_that_it_can_reach():
         jkv.check(cache)
         found = jkv.spill(cache, 9)[1]
         ends = {tokens for _, tokens in columns_of(found)}
-        assert ends == {text[: T * (n + 1)] for n in range(reached)} | {(9,) * T}
+        assert ends == {sequence[: T * (n + 1)] for n in range(reached)} | {(9,) * T}
     cache = small_cache(max_context_length=3, prefix_caching=True)
     assert jkv.restore(cache, spilled)[1] == 0
 
 
 def test_find_skips_the_cached_prefix():
-    text = tuple(range(13))
+    sequence = tuple(range(13))
     store = jkv.BlockStore(2**20)
-    store.put(spilled_of((text,)))
-    found = store.find(list(text), skip=8)
+    store.put(spilled_of((sequence,)))
+    found = store.find(list(sequence), skip=8)
     assert found.num_blocks == 1 and len(found.parents) == 3
 
 
@@ -168,50 +169,50 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_skipped_and_named(damage, tmp_path):
-    text = tuple(range(13))
+def test_a_damaged_file_is_skipped_and_reported(damage, tmp_path):
+    sequence = tuple(range(13))
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
-    store.put(spilled_of((text,)))
+    store.put(spilled_of((sequence,)))
     store.flush()
     paths = sorted(tmp_path.glob("*.safetensors"))
     assert len(paths) == 3
-    sizes = {path: len(find_columns(store, text, 0)) for path in paths}
+    sizes = {path: len(find_columns(store, sequence, 0)) for path in paths}
     assert {*sizes.values()} == {3}
     paths[0].write_bytes(DAMAGES[damage](paths[0].read_bytes()))
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     with pytest.warns(RuntimeWarning, match=f"skipped: .*{paths[0].name}"):
-        assert len(find_columns(store, text, 0)) == 2
-    assert len(find_columns(store, text, 0)) == 2  # logged once
+        assert len(find_columns(store, sequence, 0)) == 2
+    assert len(find_columns(store, sequence, 0)) == 2  # logged once
 
 
-def test_a_damaged_file_is_found_again_when_it_is_written_anew(tmp_path):
-    """By this process or another; the read contents were damaged, not the name."""
-    text, fields = tuple(range(5)), dict(folder=tmp_path, max_folder_bytes=2**20)
+def test_a_damaged_file_is_found_again_after_rewriting(tmp_path):
+    """Any process may rewrite it: the damage was in the contents, not the name."""
+    sequence, fields = tuple(range(5)), dict(folder=tmp_path, max_folder_bytes=2**20)
     store, other = (jkv.BlockStore(0, **fields) for _ in "12")
     for writer in (store, other):
-        writer.put(spilled_of((text,)))
+        writer.put(spilled_of((sequence,)))
         writer.flush()
         (path,) = tmp_path.glob("*.safetensors")
         good = path.read_bytes()
         path.write_bytes(DAMAGES["flipped"](good))
         with pytest.warns(RuntimeWarning, match="skipped: "):
-            assert store.find(text) is None
-        assert store.find(text) is None and store.count(text) == 0
+            assert store.find(sequence) is None
+        assert store.find(sequence) is None and store.count(sequence) == 0
         with pytest.warns(RuntimeWarning) if writer is other else nullcontext():
-            writer.put(spilled_of((text,)))
+            writer.put(spilled_of((sequence,)))
             writer.flush()
-        assert store.count(text) == 4
+        assert store.count(sequence) == 4
         np.testing.assert_array_equal(
-            find_columns(store, text, 0)[0, text[:4]],
-            columns_of(spilled_of((text,)))[0, text[:4]],
+            find_columns(store, sequence, 0)[0, sequence[:4]],
+            columns_of(spilled_of((sequence,)))[0, sequence[:4]],
         )
 
 
 @pytest.mark.parametrize("cause", ["EMFILE", "EIO", "EACCES", "ESTALE"])
-def test_a_file_that_cannot_be_read_now_is_read_later(cause, tmp_path, monkeypatch):
-    text = tuple(range(5))
+def test_a_temporarily_unreadable_file_is_read_later(cause, tmp_path, monkeypatch):
+    sequence = tuple(range(5))
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
-    store.put(spilled_of((text,)))
+    store.put(spilled_of((sequence,)))
     store.flush()
     before = [*tmp_path.glob("*.safetensors")][0].read_bytes()
 
@@ -221,16 +222,16 @@ def test_a_file_that_cannot_be_read_now_is_read_later(cause, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(folders, "read_file", fail)
         with pytest.warns(RuntimeWarning, match="could not read"):
-            assert store.find(text) is None
+            assert store.find(sequence) is None
         with pytest.warns(RuntimeWarning, match="could not write"):
-            store.put(spilled_of((text,)))  # it could lack entries of the file
+            store.put(spilled_of((sequence,)))  # it could lack entries of the file
             store.flush()
     assert [*tmp_path.glob("*.safetensors")][0].read_bytes() == before
-    assert len(find_columns(store, text, 0)) == 1
+    assert len(find_columns(store, sequence, 0)) == 1
 
 
-def test_a_digest_only_proposes(tmp_path, monkeypatch):
-    """A file of another text is never found, even under the same name."""
+def test_lookup_compares_tokens_not_only_digests(tmp_path, monkeypatch):
+    """A file of another sequence is never found, even under the same name."""
     monkeypatch.setattr(stores, "next_digest", lambda digest, _: digest)
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     store.put(spilled_of(((1, 1, 1, 1, 1),)))
@@ -239,7 +240,7 @@ def test_a_digest_only_proposes(tmp_path, monkeypatch):
         assert store.find([2, 2, 2, 2, 2]) is None
 
 
-def test_a_full_disk_is_a_warning_and_a_smaller_store(tmp_path, monkeypatch):
+def test_a_full_disk_warns_and_shrinks_the_store(tmp_path, monkeypatch):
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     store.put(spilled_of(((1,) * 5,)))
     store.flush()
@@ -254,7 +255,7 @@ def test_a_full_disk_is_a_warning_and_a_smaller_store(tmp_path, monkeypatch):
             store.put(spilled_of(((2,) * 5,)))
             store.flush()
     assert store.find([1] * 5) is not None and store.find([2] * 5) is None
-    store.put(spilled_of(((3,) * 5,)))  # in the room of the first
+    store.put(spilled_of(((3,) * 5,)))  # replaces the first
     store.flush()
     assert 0 < store.folder_bytes <= before
     assert store.find([3] * 5) is not None
@@ -265,7 +266,7 @@ def columns_in(path):
 
 
 def usage_of(monkeypatch, path, size):
-    """A disk of `size` bytes that no other process uses."""
+    """Simulate a disk of `size` bytes that no other process uses."""
 
     def tell(_):
         used = sum(each.stat().st_size for each in path.iterdir())
@@ -275,10 +276,10 @@ def usage_of(monkeypatch, path, size):
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_full_disk_takes_the_newest_for_the_oldest(is_told, tmp_path, monkeypatch):
-    """From any writer; and the store grows when there is room again.
+def test_a_full_disk_replaces_the_oldest_by_the_newest(is_told, tmp_path, monkeypatch):
+    """Blocks of any writer count; the store grows again if space is freed.
 
-    Either the disk says how much is free, or a write fails, as with a quota.
+    Either the disk reports its free space, or a write fails, as with a quota.
     """
     fields = dict(folder=tmp_path, max_folder_bytes=2**20)
     first, write = jkv.BlockStore(0, **fields), folders.write_file
@@ -312,8 +313,8 @@ def test_a_full_disk_takes_the_newest_for_the_oldest(is_told, tmp_path, monkeypa
     assert all(second.find([n] * 5) is not None for n in range(14, 24))
 
 
-def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
-    """Not even the layout can be written; the store goes on in memory."""
+def test_a_disk_without_space_is_not_an_error(tmp_path, monkeypatch):
+    """Not even the layout can be written; the store continues in memory."""
     spilled = spilled_of(((1,) * 5,))
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
 
@@ -323,7 +324,7 @@ def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("write_file", "replacing"):
             patch.setattr(folders, name, fail)
-        with pytest.warns(RuntimeWarning) as caught:  # the writer's warning, too
+        with pytest.warns(RuntimeWarning) as caught:  # including the writer's warning
             store.put(spilled)
             store.flush()
     assert any("layout.json" in str(each.message) for each in caught)
@@ -333,14 +334,14 @@ def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
     later = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     assert later.find([1] * 5).num_blocks == 1
     for each in (store, later):  # either may have written the layout
-        shutil.rmtree(tmp_path)  # as a user may for room
+        shutil.rmtree(tmp_path)  # as a user may, to free space
         each.put(spilled_of(((2,) * 5,)))
         each.flush()
         fresh = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
         assert fresh.find([2] * 5).num_blocks == 1 and fresh.find([1] * 5) is None
 
 
-def test_a_file_that_cannot_be_removed_stops_no_other(tmp_path, monkeypatch):
+def test_an_undeletable_file_does_not_stop_eviction(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SCAN_SECONDS", 0.0)
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=6000)
     store.put(spilled_of(((0,) * 5,)))
@@ -365,7 +366,7 @@ def test_a_file_that_cannot_be_removed_stops_no_other(tmp_path, monkeypatch):
 
 
 def test_a_store_reads_blocks_of_other_processes(tmp_path):
-    """A process that only reads knows the layout as soon as there is one."""
+    """A read-only process picks up the layout as soon as it is written."""
     fields = dict(folder=tmp_path, max_folder_bytes=2**20)
     reader = jkv.BlockStore(2**20, **fields)
     assert reader.find([1] * 5) is None and reader.count([1] * 5) == 0
@@ -384,27 +385,30 @@ def test_a_store_reads_blocks_of_other_processes(tmp_path):
         late.find([1] * 5)
 
 
-def test_versions_share_a_store_and_no_block(tmp_path):
-    text = [1] * 5
+def test_versions_share_a_store_but_no_block(tmp_path):
+    sequence = [1] * 5
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     names = [stores.Names(name) for name in ("a", "b")]
-    store.put(spilled_of((tuple(text),)), names=names[0])
+    store.put(spilled_of((tuple(sequence),)), names=names[0])
     for where in ("waiting", "in the folder"):
-        assert store.count(text, names=names[0]) == 4, where
-        assert store.find(text) is None and store.find(text, names=names[1]) is None
+        assert store.count(sequence, names=names[0]) == 4, where
+        assert (
+            store.find(sequence) is None
+            and store.find(sequence, names=names[1]) is None
+        )
         store.flush()
     store.max_bytes = 2**20
-    assert store.find(text, names=names[0]).num_blocks == 1  # in memory now
+    assert store.find(sequence, names=names[0]).num_blocks == 1  # now in memory
     store.rename("a", "b")
-    assert store.find(text, names=names[1]).num_blocks == 1
-    store.save()  # by the new name, too
+    assert store.find(sequence, names=names[1]).num_blocks == 1
+    store.save()  # also under the new name
     later = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
-    assert all(later.find(text, names=each).num_blocks == 1 for each in names)
+    assert all(later.find(sequence, names=each).num_blocks == 1 for each in names)
     store.forget("b")
-    assert store.num_blocks == 0 and store.find(text, names=names[1]) is not None
+    assert store.num_blocks == 0 and store.find(sequence, names=names[1]) is not None
 
 
-def test_a_folder_takes_no_more_than_it_may(tmp_path, monkeypatch):
+def test_a_folder_does_not_exceed_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SCAN_SECONDS", 0.0)
     one = jkv.BlockStore(0, folder=tmp_path / "one", max_folder_bytes=2**20)
     one.put(spilled_of(((0,) * 5,)))
@@ -412,7 +416,7 @@ def test_a_folder_takes_no_more_than_it_may(tmp_path, monkeypatch):
     size = one.folder_bytes
     store = jkv.BlockStore(0, folder=tmp_path / "all", max_folder_bytes=3 * size)
     other = jkv.BlockStore(0, folder=tmp_path / "all", max_folder_bytes=3 * size)
-    for n in range(8):  # two processes write in turn
+    for n in range(8):  # two processes write alternately
         each = (store, other)[n % 2]
         each.put(spilled_of(((n,) * 5,)))
         each.flush()
@@ -430,7 +434,7 @@ from jkv.tiers.folder import Folder, next_digest
 from jkv.tiers.spilled import Held
 folder, seed = sys.argv[1], int(sys.argv[2])
 random.seed(seed)
-said = {"salt": 0, "version": "", "layout": [4]}
+header = {"salt": 0, "version": "", "layout": [4]}
 for trip in range(100):
     begun, tell = os.pipe()
     child = os.fork()
@@ -441,7 +445,7 @@ for trip in range(100):
             block = {"block.0.key_pool": np.full((2, 64), n, np.float32)}
             os.write(tell, b".")
             held = Held(arrays=block)
-            files._write(next_digest(b"", text).hex(), text, held, said)
+            files._write(next_digest(b"", text).hex(), text, held, header)
         os._exit(0)
     for _ in range(random.randint(1, 3)):  # files before it are whole
         os.read(begun, 1)
@@ -453,7 +457,7 @@ files, num = Folder(folder, 2**30), 0
 for trip in range(100):
     for n in range(1000):
         text = np.array([trip, n, 0, 0], np.int32)
-        held = files.find(next_digest(b"", text), text, said)
+        held = files.find(next_digest(b"", text), text, header)
         if held is None:
             break
         assert (held.arrays["block.0.key_pool"] == n).all()
@@ -462,8 +466,8 @@ print(num, len(files._damaged))
 """
 
 
-def test_a_process_that_is_killed_leaves_whole_files(tmp_path):
-    """A hundred times, at any moment: every file there is whole."""
+def test_a_killed_process_leaves_complete_files(tmp_path):
+    """A hundred times, at any moment: every file is complete."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), tmp_path, "1"],
         capture_output=True,
@@ -475,7 +479,7 @@ def test_a_process_that_is_killed_leaves_whole_files(tmp_path):
     whole = [name for name in names if name.endswith(".safetensors")]
     assert num_found == len(whole) > 20 and num_damaged == 0
     left = len(names) - len(whole)
-    assert left <= 100  # of other names, which nobody reads
+    assert left <= 100  # temporary files, never read
     for path in tmp_path.glob(".*.tmp"):
         os.utime(path, (0, 0))
     jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**30)
@@ -499,5 +503,7 @@ def test_mismatched_layouts_are_refused_by_name(tmp_path):
         jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9)
     with pytest.raises(ValueError, match="max_bytes must be >= 0"):
         jkv.BlockStore(-1)
+    with pytest.raises(ValueError, match="max_bytes must be >= 0"):
+        store.max_bytes = -1
     with pytest.raises(ValueError, match="no prefix index"):
         jkv.spill(small_cache(), 1)

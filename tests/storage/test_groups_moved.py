@@ -1,8 +1,9 @@
-"""Files, the host and other pools for caches of two groups of layers.
+"""Saving, swapping and resizing caches of two groups of layers.
 
-Layers 0 and 2 see eight tokens, layer 1 sees all: the second group leads, and the first
-one gives blocks back. The groups differ in head dim and dtype. Token t is stored as the
-number 100 * layer + t, as a key, and as minus that, as a value. All else is NaN.
+Layers 0 and 2 have a window of eight tokens, layer 1 has full attention: the second
+group leads, and the first releases blocks. The groups differ in head dim and dtype.
+Token t is stored as the key 100 * layer + t, and as minus that, as a value. All else is
+NaN.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ A, B = list(range(1, 15)), [*range(1, 9), *range(51, 57)]
 
 
 def make_config(windowed=9, full=12, prefix_caching=True, **of_windowed):
-    """Two layers with a window and one without."""
+    """Return two layers with a window and one without."""
     sizes = dict(num_layers=2, head_dim=3, dtype="float16", sliding_window=WINDOW)
     sizes = SIZES | sizes | dict(num_blocks=windowed) | of_windowed
     everything = SIZES | dict(num_blocks=full)
@@ -47,7 +48,7 @@ def make_config(windowed=9, full=12, prefix_caching=True, **of_windowed):
 
 @functools.cache
 def fresh(**changes):
-    """A cache of NaN."""
+    """Create a cache full of NaN."""
     return with_storage_filled(jkv.init(make_config(**changes)), np.nan)
 
 
@@ -74,7 +75,7 @@ def allocate(cache, tokens):
 
 @jax.jit
 def read_all(cache):
-    """Keys, values and length of all sequences in each layer."""
+    """Return keys, values and length of all sequences in each layer."""
     ids = jnp.arange(cache.max_sequences, dtype=jnp.int32)
     layers = range(len(LAYERS))
     return [jax.vmap(functools.partial(jkv.read, cache, i))(ids) for i in layers]
@@ -84,91 +85,93 @@ def padded(rows):
     return np.array([[*row, *[-1] * (ROWS - len(row))] for row in rows], np.int32)
 
 
-def write_text(cache, seq_id, text):
-    """Append a text to one sequence."""
-    if not text:
+def write_sequence(cache, seq_id, sequence):
+    """Append tokens to one sequence."""
+    if not sequence:
         return cache
-    ids, counts = np.int32([seq_id, -1, -1]), np.int32([len(text), 0, 0])
-    cache, status = step(cache, ids, counts, padded([text])[0])
+    ids, counts = np.int32([seq_id, -1, -1]), np.int32([len(sequence), 0, 0])
+    cache, status = step(cache, ids, counts, padded([sequence])[0])
     jkv.raise_for_status(status)
     return cache
 
 
-def find_text(cache, text):
-    """Open a sequence with a text's cached prefix; return its length as well."""
+def find_sequence(cache, sequence):
+    """Open a sequence for a prompt; return its id and the number of cached tokens."""
     nobody = [[]] * (WIDTH - 1)
-    cache, opened = allocate(cache, padded([text, *nobody]))
+    cache, opened = allocate(cache, padded([sequence, *nobody]))
     jkv.raise_for_status(opened)
     seq_id = int(opened.seq_ids[0])
     found = 0 if opened.num_cached is None else int(opened.num_cached[0])
     return cache, seq_id, found
 
 
-def open_text(cache, text):
-    """Open a sequence for a text and compute its uncached tokens."""
-    cache, seq_id, found = find_text(cache, text)
-    return write_text(cache, seq_id, text[found:]), seq_id, found
+def open_sequence(cache, sequence):
+    """Open a sequence for a prompt and compute its uncached tokens."""
+    cache, seq_id, found = find_sequence(cache, sequence)
+    return write_sequence(cache, seq_id, sequence[found:]), seq_id, found
 
 
 @functools.cache
 def busy(**changes):
-    """Three sequences, two with shared blocks; some of the first are released.
+    """Return three sequences, two with shared blocks; some of the first are released.
 
-    One was closed, and its cached part, opened again, left holes in the rings.
+    One was freed; reopening its cached part left holes in the rings.
     """
-    cache, _, _ = open_text(fresh(**changes), A)
-    cache, other, _ = open_text(cache, B)
-    cache = write_text(cache, 0, [15, 16, 17])
+    cache, _, _ = open_sequence(fresh(**changes), A)
+    cache, other, _ = open_sequence(cache, B)
+    cache = write_sequence(cache, 0, [15, 16, 17])
     cache, _ = jkv.fork(cache, [0])
     cache, _ = jkv.free(cache, [other])
-    cache, again, found = find_text(cache, B[:13])
-    cache = write_text(cache, again, B[found:12])
-    cache = write_text(cache, 0, [18])
+    cache, again, found = find_sequence(cache, B[:13])
+    cache = write_sequence(cache, again, B[found:12])
+    cache = write_sequence(cache, 0, [18])
     jkv.check(cache)
     return cache
 
 
-def assert_stored(cache, texts):
-    """Sequences hold these texts; a window may have released the start."""
+def assert_stored(cache, sequences):
+    """Assert that sequences hold these tokens, except released ones."""
     found = jax.device_get(read_all(cache))
-    for seq_id, text in texts.items():
+    for seq_id, sequence in sequences.items():
         for layer, (keys, values, lengths) in enumerate(found):
-            assert lengths[seq_id] == len(text)
-            first = max(len(text) + 1 - WINDOW, 0) if LAYERS[layer] == 0 else 0
-            expected = np.array(text[first:]) + 100 * layer
-            kept = slice(first, len(text))
+            assert lengths[seq_id] == len(sequence)
+            first = max(len(sequence) + 1 - WINDOW, 0) if LAYERS[layer] == 0 else 0
+            expected = np.array(sequence[first:]) + 100 * layer
+            kept = slice(first, len(sequence))
             assert (keys[seq_id, kept, 0].T == expected).all()
             assert (values[seq_id, kept, 0].T == -expected).all()
 
 
-TEXTS = {0: [*A, 15, 16, 17, 18], 2: [*A, 15, 16, 17], 3: B[:12]}
+SEQUENCES = {0: [*A, 15, 16, 17, 18], 2: [*A, 15, 16, 17], 3: B[:12]}
 
 
 def assert_same(found, expected):
-    """Equal to the last bit, static fields, dtypes and shapes included."""
+    """Assert bit-identical leaves, and equal static fields, dtypes and shapes."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def found_of(cache, *texts):
-    """How many tokens of each text, and one more, would be found."""
-    longer = [[*text, 99] for text in texts] + [[]] * (WIDTH - len(texts))
-    return jkv.match(cache, padded(longer)).tolist()[: len(texts)]
+def found_of(cache, *sequences):
+    """Return the number of cached tokens of each sequence with one more token."""
+    longer = [[*sequence, 99] for sequence in sequences] + [[]] * (
+        WIDTH - len(sequences)
+    )
+    return jkv.match(cache, padded(longer)).tolist()[: len(sequences)]
 
 
-def test_the_cache_of_these_tests():
+def test_the_cache_shared_by_these_tests():
     cache = busy()
     assert cache.metadata.leader == 1
-    assert_stored(cache, TEXTS)
+    assert_stored(cache, SEQUENCES)
     gaps = [group.window.gaps_of(jnp.arange(4)) for group in cache.metadata.groups]
     assert int(gaps[0][0]) > 0 and gaps[1] == 0
     rings = [group.free_blocks for group in cache.metadata.groups]
     assert all(int(ring.span) > int(ring.count) for ring in rings)
     assert found_of(cache, A, B) == [14, 12]
     with pytest.raises(AssertionError):
-        assert_stored(cache, TEXTS | {2: TEXTS[0]})
+        assert_stored(cache, SEQUENCES | {2: SEQUENCES[0]})
 
 
 class TestFiles:
@@ -180,7 +183,7 @@ class TestFiles:
         jkv.check(loaded)
         assert_same(loaded, cache)
         assert repr(loaded) == repr(cache)
-        assert_stored(write_text(loaded, 3, [7]), {3: [*B[:12], 7]})
+        assert_stored(write_sequence(loaded, 3, [7]), {3: [*B[:12], 7]})
 
     def test_files_record_groups_and_constants(self, tmp_path):
         cache = busy()
@@ -199,39 +202,39 @@ class TestFiles:
             (follower,) = cache.metadata.index.followers
             np.testing.assert_array_equal(partners, follower.partners)
 
-    def test_a_cache_in_debug_mode_is_saved_as_a_plain_one(self, tmp_path):
+    def test_a_cache_in_debug_mode_is_saved_without_it(self, tmp_path):
         cache = busy()
         jkv.save(tmp_path / "cache", jkv.debug(cache))
         assert_same(jkv.load(tmp_path / "cache"), cache)
 
-    def test_sequences_beside_the_living(self, tmp_path):
+    def test_sequences_are_loaded_beside_open_ones(self, tmp_path):
         jkv.save(tmp_path / "some", busy(), [2, -1, 0])
         other, _ = jkv.free(busy(), [0, 2])
         other, back = jkv.load(tmp_path / "some", other)
         jkv.check(other)
         jkv.raise_for_status(back)
         third, first = back.seq_ids.tolist()
-        texts = {third: TEXTS[2], first: TEXTS[0], 3: TEXTS[3]}
-        assert_stored(other, texts)
+        sequences = {third: SEQUENCES[2], first: SEQUENCES[0], 3: SEQUENCES[3]}
+        assert_stored(other, sequences)
 
     def test_all_sequences_of_a_whole_cache(self, tmp_path):
         jkv.save(tmp_path / "cache", busy())
         other, back = jkv.load(tmp_path / "cache", fresh())
         jkv.check(other)
         ids = back.seq_ids.tolist()
-        assert_stored(other, dict(zip(ids, TEXTS.values(), strict=True)))
+        assert_stored(other, dict(zip(ids, SEQUENCES.values(), strict=True)))
 
 
 class TestSwapping:
-    def test_out_and_back(self):
+    def test_swap_out_and_in(self):
         cache = busy()
         left, swapped = jkv.swap_out(cache, [0, 2])
         jkv.check(left)
-        assert_stored(left, {3: TEXTS[3]})
+        assert_stored(left, {3: SEQUENCES[3]})
         back, entered = jkv.swap_in(left, swapped)
         jkv.check(back)
         first, third = entered.seq_ids.tolist()
-        assert_stored(back, {first: TEXTS[0], 3: TEXTS[3], third: TEXTS[2]})
+        assert_stored(back, {first: SEQUENCES[0], 3: SEQUENCES[3], third: SEQUENCES[2]})
         for was, now in zip(cache.metadata.groups, back.metadata.groups, strict=True):
             ids, others = jnp.array([0, 2]), entered.seq_ids
             np.testing.assert_array_equal(
@@ -245,7 +248,7 @@ class TestSwapping:
             kept = group.block_tables[group.block_tables < group.num_blocks]
             assert len(np.unique(kept)) == group.num_blocks < len(kept)
 
-    def test_tokens_are_the_leading_group_s(self):
+    def test_tokens_are_those_of_the_leading_group(self):
         _, swapped = jkv.swap_out(busy(), 3)
         windowed, full = swapped.groups
         assert windowed.contents.tokens is None
@@ -259,7 +262,7 @@ class TestSwapping:
 
     @pytest.mark.parametrize("sizes", [(1, 12), (9, 2)])
     def test_all_groups_or_none(self, sizes):
-        """One pool is too small, whichever, and the other has room."""
+        """Either pool may be too small, while the other one suffices."""
         _, swapped = jkv.swap_out(busy(), 3)
         small = jkv.resize(fresh(), sizes)
         after, refused = jkv.swap_in(small, swapped)
@@ -286,7 +289,7 @@ class TestNewPools:
         cache = busy()
         compacted = jkv.compact(cache)
         jkv.check(compacted)
-        assert_stored(compacted, TEXTS)
+        assert_stored(compacted, SEQUENCES)
         assert found_of(compacted, A, B) == found_of(cache, A, B)
         assert jkv.stats(compacted).compactions == 1
         for group in compacted.metadata.groups:
@@ -300,21 +303,21 @@ class TestNewPools:
         cache, sizes = busy(), (windowed, full)
         resized = jkv.resize(cache, sizes)
         jkv.check(resized)
-        assert_stored(resized, TEXTS)
+        assert_stored(resized, SEQUENCES)
         assert [group.num_blocks for group in resized.metadata.groups] == [*sizes]
         changed = sizes.index(next(n for n in sizes if n not in (9, 12)))
         assert resized.storage[1 - changed] is cache.storage[1 - changed]
-        # A prefix cache hit is correct: the text continues from there.
+        # A prefix cache hit has the right contents: the sequence continues from there.
         resized, _ = jkv.free(resized, [0])
-        for text in ([*A, 77], [*B, 77]):
-            (expected,) = found_of(resized, text[:-1])
-            again, seq_id, found = open_text(resized, text)
+        for sequence in ([*A, 77], [*B, 77]):
+            (expected,) = found_of(resized, sequence[:-1])
+            again, seq_id, found = open_sequence(resized, sequence)
             assert found == expected
             jkv.check(again)
-            assert_stored(again, {seq_id: text})
+            assert_stored(again, {seq_id: sequence})
 
-    def test_the_oldest_cached_blocks_of_a_group_go_first(self):
-        cache, _ = jkv.free(busy(), list(TEXTS))
+    def test_the_oldest_cached_blocks_of_a_group_are_evicted_first(self):
+        cache, _ = jkv.free(busy(), list(SEQUENCES))
         known = jkv.stats(cache).groups[0].cached_blocks
         assert known > 3
         smaller = jkv.resize(cache, (3, 12))
@@ -326,7 +329,7 @@ class TestNewPools:
         ]
         assert forgotten[1] - forgotten[0] == known - 3
 
-    def test_sizes_that_cannot_be(self):
+    def test_invalid_sizes_are_refused(self):
         cache = busy()
         with pytest.raises(UsageError, match="one number for each of 2 groups"):
             jkv.resize(cache, 12)
@@ -337,7 +340,7 @@ class TestNewPools:
 
 
 def test_groups_are_distinguishable_in_assertions():
-    """Results of `assert_same` and `assert_stored` for groups in another order."""
+    """`assert_same` and `assert_stored` fail if groups are swapped."""
     cache = busy()
     first, second = cache.metadata.groups
     metadata = dataclasses.replace(cache.metadata, groups=(second, first))
@@ -345,4 +348,4 @@ def test_groups_are_distinguishable_in_assertions():
         assert_same(cache.with_metadata(metadata), cache)
     zeros = with_storage_filled(cache, 0.0)
     with pytest.raises(AssertionError):
-        assert_stored(zeros, TEXTS)
+        assert_stored(zeros, SEQUENCES)

@@ -1,4 +1,4 @@
-"""Values outside a cache: pytrees of arrays, which can be pickled."""
+"""Values outside a cache: pytrees of arrays that can be pickled."""
 
 import pickle
 
@@ -21,11 +21,13 @@ pytestmark = pytest.mark.one_end
 
 def spilled():
     cache = small_cache(num_blocks=24, prefix_caching=True)
-    for text in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]):
-        cache, opened = allocate(cache, 0, tokens=[text])
+    for sequence in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]):
+        cache, opened = allocate(cache, 0, tokens=[sequence])
         seq_id, start = int(opened.seq_ids[0]), int(opened.num_cached[0])
-        cache, step = append(cache, seq_id, len(text) - start, tokens=text[start:])
-        cache = write_tokens(cache, step, text[start:])
+        cache, step = append(
+            cache, seq_id, len(sequence) - start, tokens=sequence[start:]
+        )
+        cache = write_tokens(cache, step, sequence[start:])
         cache, _ = free(cache, seq_id)
     return jkv.spill(cache, 24)
 
@@ -54,7 +56,7 @@ def test_leaves_are_the_arrays(take):
     same(jax.device_get(jax.jit(lambda value: value)(value)), value)
 
 
-def test_spilled_blocks_come_back_from_a_mapped_value():
+def test_spilled_blocks_are_restored_from_a_mapped_value():
     cache, value = spilled()
     assert value.num_blocks == 2
     plain, moved = (
@@ -64,7 +66,7 @@ def test_spilled_blocks_come_back_from_a_mapped_value():
     same(jax.tree.leaves(plain[0]), jax.tree.leaves(moved[0]))
 
 
-def test_swapped_sequences_come_back_from_a_device():
+def test_swapped_sequences_are_restored_from_a_device():
     cache, value = swapped()
     there = jax.device_put(value)
     same(jkv.swap_in(cache, there)[1], jkv.swap_in(cache, value)[1])

@@ -1,10 +1,10 @@
-"""int8, fp8 and int4: the encoding of a row, and scales that move with it."""
+"""int8, fp8 and int4: the encoding of rows, and scales that move with them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import formats
+from support.attention import formats
 from support.jax_versions import dealt, few
 from support.small_caches import (
     allocate,
@@ -19,8 +19,8 @@ import jkv
 from jkv.formats.scaled import largest_number
 
 DTYPES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
-# Half a step of the dtype where steps are widest: of the largest number for int8, of
-# the number itself for a float with so many digits.
+# Half a step where steps are widest: relative to the largest number for int8, to the
+# number itself for floats.
 HALF_STEP = {
     "int8": 0.5 / 127,
     "float8_e4m3fn": 2.0**-4,
@@ -61,7 +61,7 @@ def make_config(**changes):
 
 
 def random_rows(cache, num_rows, seed=0):
-    """Keys and values with rows that differ a million times in size."""
+    """Draw keys and values whose rows differ by six orders of magnitude."""
     rng = np.random.default_rng(seed)
 
     def rows(width):
@@ -76,7 +76,7 @@ def random_rows(cache, num_rows, seed=0):
 
 
 def filled(kind, lengths=(9, 6), **changes):
-    """A cache with sequences of random contents."""
+    """Return a cache with sequences of random contents."""
     cache = jkv.init(make_config(**(KINDS[kind] | changes)))
     cache, opened = allocate(cache, [0] * len(lengths))
     cache, step = append(cache, opened.seq_ids, lengths)
@@ -88,7 +88,7 @@ def filled(kind, lengths=(9, 6), **changes):
 
 
 def contents(cache, seq_id):
-    """All that is read back of a sequence, as bytes."""
+    """Return all that `read` returns for a sequence, as bytes."""
     found = [jkv.read(cache, layer, seq_id) for layer in range(cache.num_layers)]
     assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in found[0][:2])
     assert found[0][0][:1].any()
@@ -97,23 +97,23 @@ def contents(cache, seq_id):
 
 class TestRows:
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_come_back_within_half_a_step(self, dtype):
+    def test_decode_within_half_a_step(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
         back = np.asarray(restore(*quantize(keys, dtype), dtype))
         largest = np.max(np.abs(keys), axis=-1, keepdims=True)
         reach = largest if dtype == jnp.int8 else np.abs(keys)
-        # A scale rounded up makes steps of int8 up to 2**-7 wider; fp8 has subnormals.
+        # A scale rounded up widens int8 steps by up to 2**-7; fp8 has subnormals.
         step = HALF_STEP[dtype.name] * (1 + 2.0**-7) * reach
         tiny = 0 if dtype == jnp.int8 else float(jnp.finfo(dtype).smallest_subnormal)
         step += tiny / largest_number(dtype) * largest
         assert (np.abs(back - keys) <= step).all()
-        # And not much better than that: the bound is not idle.
+        # The bound is nearly reached.
         assert np.max(np.abs(back - keys) / step) > 0.85
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.one_end
-    def test_use_the_range_and_never_leave_it(self, dtype):
+    def test_use_the_range_without_overflow(self, dtype):
         dtype = jnp.dtype(dtype)
         keys, _ = random_rows(jkv.init(make_config()), 500)
         elements, scales = quantize(keys, dtype)
@@ -137,10 +137,10 @@ class TestRows:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
     @pytest.mark.one_end
-    def test_that_are_not_finite_are_seen_to_be(self, dtype, poison):
-        """Quantizing hides no mistake, and spoils no other row."""
+    def test_that_are_not_finite_decode_as_not_finite(self, dtype, poison):
+        """Quantization hides no NaN or infinity, and affects no other row."""
         dtype = jnp.dtype(dtype)
-        rows = np.ones((600, 1, 8), np.float32)  # 4,096 numbers or more
+        rows = np.ones((600, 1, 8), np.float32)  # over 4,096 numbers
         rows[1, 0, 4] = poison
         for given in (rows[:3], rows):
             back = np.asarray(restore(*quantize(given, dtype), dtype))
@@ -183,7 +183,7 @@ class TestContents:
     @pytest.mark.parametrize("kind", dealt(KINDS))
     @pytest.mark.one_end
     def test_move_with_their_blocks(self, kind, tmp_path):
-        """fork, reorder, truncate, compact, resize, swap, save: the same bits after."""
+        """fork, reorder, truncate, compact, resize, swap and save keep all bits."""
         cache = filled(kind, record_tokens=True)
         before = [contents(cache, 0), contents(cache, 1)]
         cache, forked = fork(cache, [1, 0])
@@ -217,8 +217,8 @@ class TestContents:
         jkv.check(loaded)
 
     @pytest.mark.one_end
-    def test_a_file_can_be_read_by_others(self, tmp_path):
-        """Elements and scales have the names and dtypes that the format knows."""
+    def test_files_are_readable_by_safetensors(self, tmp_path):
+        """Elements and scales have names and dtypes of the file format."""
         safetensors = pytest.importorskip("safetensors")
         names = {
             "int8": "I8",
@@ -266,7 +266,7 @@ class TestContents:
 
 @pytest.mark.one_end
 class TestWrite:
-    def test_a_latent_cache_takes_no_values(self):
+    def test_a_latent_cache_refuses_values(self):
         for kind, fault in (
             ("int8 latent", "omit values"),
             ("int8", "must be an array"),

@@ -1,7 +1,7 @@
-"""Save and load a file of every kind of cache that can be configured.
+"""Save and load every kind of cache that can be configured.
 
-Each kind has its life first: one sequence has parted from another, which was closed,
-one was cut back if it can be, and one only has blocks that are reserved.
+Each cache has two sequences that diverged, one of which was freed, a truncated one if
+possible, and one with only reserved blocks.
 """
 
 import jax
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.one_end
 WIDTH, ROWS, PENDING = 3, 16, 2
 SHARED = dict(max_sequences=4, max_context_length=14, block_size=4)
 WINDOW = dict(sliding_window=5)
-# Names in another order than their sizes: a file has the largest elements first.
+# The order of names differs from that of sizes: a file stores the largest elements
+# first.
 STATE = {
     "count": ((2,), "int16"),
     "past": ((3, 2), "bfloat16"),
@@ -45,7 +46,7 @@ def state(pending=0, snapshots=0, **changes):
 
 
 def with_state(*keys, pending=0, snapshots=0, **options):
-    """Layers with a state; one of them attends, too."""
+    """Return recurrent layers; one of them also has keys."""
     layers = ((0, 1), (), 0) if keys else (0, 0)
     groups = state(pending, snapshots), *keys
     return grouped(*groups, layers=layers, **options)
@@ -100,7 +101,7 @@ KINDS = {
 }
 
 
-# Kinds that `make test` plays in full; of all others, it only loads an empty one.
+# Kinds that `make test` runs in full; of the others it only loads an empty cache.
 FIRST = (
     *("groups", "two states", "state"),
     "state, keys, pending, no index",
@@ -110,7 +111,7 @@ LATER = [kind for kind in KINDS if kind not in FIRST]
 
 @jax.jit
 def step(cache, seq_ids, counts, tokens):
-    """Append tokens, and write in each layer rows computed from them."""
+    """Append tokens, and write rows computed from them in each layer."""
     pending = cache.metadata.max_pending
     cache, batch = jkv.append(
         cache, seq_ids, counts, capacity=ROWS, tokens=tokens, num_pending=pending
@@ -156,7 +157,7 @@ def write_state(cache, layer, batch, numbers):
 
 @jax.jit
 def live(cache):
-    """Sequences that parted, were cut back, closed, and one that is only reserved."""
+    """Return a cache with diverged, truncated, freed and reserved sequences."""
     tokens = jnp.arange(WIDTH * ROWS, dtype=jnp.int32).reshape(WIDTH, ROWS)
     counts = jnp.array([0, 0, 7], jnp.int32)
     prompts = tokens if cache.metadata.index is not None else None
@@ -214,6 +215,6 @@ def test_an_empty_cache(tmp_path, kind, storage):
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
-def test_a_state_that_no_file_holds_is_refused(dtype):
+def test_a_state_dtype_without_a_file_format_is_refused(dtype):
     with pytest.raises(ValueError, match=f"of whole bytes, got {dtype}"):
         state(arrays={"sum": ((2,), dtype)})

@@ -1,4 +1,4 @@
-"""Saving and loading: to the bit, whole or not at all, and nothing else gets in."""
+"""Saving and loading: bit-identical, atomic, and safe against invalid files."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def path(tmp_path):
 
 
 def assert_same(found, expected):
-    """Equal to the last bit, static fields, dtypes and shapes included."""
+    """Assert bit-identical leaves, and equal static fields, dtypes and shapes."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -56,7 +56,7 @@ def assert_same(found, expected):
 
 
 def busy(**changes):
-    """A cache with forks, holes, refusals, and two layers of NaN and numbers."""
+    """Return a cache with forks, holes, refusals, and two layers of NaN and numbers."""
     cache = opened(9, 5, 3, num_layers=2, max_sequences=7, num_blocks=15, **changes)
     cache, _ = fork(cache, [0])
     cache, _ = free(cache, [1])
@@ -66,7 +66,7 @@ def busy(**changes):
 
 class TestAWholeCache:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-    def test_is_restored_to_the_bit(self, path, dtype):
+    def test_is_restored_bit_identical(self, path, dtype):
         cache = busy(dtype=dtype, value_head_dim=3)
         jkv.save(path, cache)
         loaded = jkv.load(path)
@@ -88,8 +88,8 @@ class TestAWholeCache:
         assert_same(loaded, cache)
         assert jkv.tokens(loaded, 0).tolist()[:6] == [40, 41, 42, 43, 44, 45]
 
-    def test_the_prefix_index_goes_on(self, path):
-        """Live and cached blocks of two salts; all of the index is in use."""
+    def test_the_prefix_index_continues(self, path):
+        """Open and cached blocks of two salts fill the index."""
         cache = small_cache(prefix_caching=True)
         fresh = jax.tree.leaves(cache.metadata.index)
         prompt = list(range(40, 50))
@@ -114,7 +114,7 @@ class TestAWholeCache:
         jkv.save(path, cache)
         assert_same(jkv.load(path), cache)
 
-    def test_a_loaded_cache_runs_the_programs_of_the_old(self, path):
+    def test_a_loaded_cache_runs_the_compiled_programs(self, path):
         cache = opened(5)
         jkv.save(path, cache)
         step = jax.jit(lambda cache: jkv.append(cache, [0])[0])
@@ -122,18 +122,18 @@ class TestAWholeCache:
         assert_same(step(jkv.load(path)), expected)
         assert step._cache_size() == 1
 
-    def test_on_a_device_and_independent_of_the_file(self, path):
+    def test_is_on_a_device_and_independent_of_the_file(self, path):
         cache = opened(5)
         jkv.save(path, cache)
         device = jax.devices()[0]
         loaded = jkv.load(path, device=device)
-        with open(path, "r+b") as file:  # a mapped file would change under us
+        with open(path, "r+b") as file:  # a mapped file would change the cache
             file.write(b"\xff" * path.stat().st_size)
         assert loaded.devices == {device}
         assert loaded.storage[0].key_pool.committed
         assert_same(loaded, cache)
 
-    def test_its_sequences_into_another_cache(self, path):
+    def test_all_sequences_into_another_cache(self, path):
         cache = busy()
         jkv.save(path, cache)
         other, back = jkv.load(
@@ -152,7 +152,7 @@ class TestAWholeCache:
 
 class TestSequences:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-    def test_sharing_survives(self, path, dtype):
+    def test_sharing_is_kept(self, path, dtype):
         cache = busy(dtype=dtype)
         before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
         jkv.save(path, cache, [3, -1, 0])
@@ -166,7 +166,7 @@ class TestSequences:
         assert table(other, first)[:2] == table(other, second)[:2]
         assert int(jkv.num_free_blocks(other)) == 8 - 4
 
-    def test_into_the_cache_they_left_beside_live_ones(self, path):
+    def test_into_their_former_cache_beside_open_ones(self, path):
         cache = opened(9)
         jkv.save(path, cache, 0)
         cache = copied(grow(cache, 0, [99]))
@@ -176,7 +176,7 @@ class TestSequences:
         assert stored_tokens(cache, int(back.seq_ids[0])) == list(range(9))
 
     def test_from_pinned_memory(self, path, monkeypatch):
-        """The way of an accelerator, on the CPU's own such memory."""
+        """The path of an accelerator, with the CPU's pinned memory."""
         monkeypatch.setattr(contents, "_has_pinned_memory", lambda _: True)
         jkv.save(path, opened(9, 14, num_layers=2), [1])
         other, back = jkv.load(path, small_cache(num_layers=2))
@@ -191,7 +191,7 @@ class TestSequences:
         assert refusal_counts(after)[jkv.Status.OUT_OF_BLOCKS] == 2
         assert int(jkv.num_free_blocks(after)) == 4
 
-    def test_none_and_only_reserved(self, path):
+    def test_none_and_reserved_only(self, path):
         cache, _ = allocate(small_cache(), [9])
         jkv.save(path, cache, [-1])
         after, back = jkv.load(path, cache)
@@ -201,7 +201,7 @@ class TestSequences:
         after, back = jkv.load(path, cache)
         assert len(table(after, int(back.seq_ids[0]))) == 3
 
-    def test_with_tokens_and_domain(self, path):
+    def test_with_tokens_and_salt(self, path):
         cache = small_cache(prefix_caching=True)
         cache, _ = allocate(cache, [0])
         cache, _ = append(cache, 0, 6, tokens=range(40, 46))
@@ -209,14 +209,14 @@ class TestSequences:
         other, back = jkv.load(path, small_cache(record_tokens=True))
         assert jkv.tokens(other, back.seq_ids[0]).tolist()[:6] == [*range(40, 46)]
 
-    def test_need_a_cache_of_their_kind(self, path):
+    def test_need_a_cache_of_the_same_kind(self, path):
         jkv.save(path, opened(9), 0)
         with pytest.raises(ValueError, match="got 1 sequences"):
             jkv.load(path)
         with pytest.raises(ValueError, match="dtype is float32, in this cache float16"):
             jkv.load(path, small_cache(dtype=jnp.float16))
 
-    def test_an_id_that_is_not_open_writes_nothing(self, path):
+    def test_a_closed_id_writes_nothing(self, path):
         with pytest.raises(jkv.InvalidSequence):
             jkv.save(path, opened(9), [0, 1])
         assert not path.exists() and os.listdir(path.parent) == []
@@ -253,7 +253,7 @@ class TestTheFile:
             itemsize = files.DTYPES[entry["dtype"]].itemsize
             assert entry["data_offsets"][0] % itemsize == 0
 
-    def test_replaces_the_old_one_or_leaves_it(self, path, monkeypatch):
+    def test_replaces_the_old_file_or_keeps_it(self, path, monkeypatch):
         jkv.save(path, opened(5))
         old = path.read_bytes()
 
@@ -270,8 +270,8 @@ class TestTheFile:
         assert path.read_bytes() != old
         assert os.listdir(path.parent) == [path.name]
 
-    def test_is_not_there_before_it_is_complete(self, path, monkeypatch):
-        """Interrupted after the last byte, before the renaming."""
+    def test_does_not_exist_before_it_is_complete(self, path, monkeypatch):
+        """Interrupted after the last byte, before the rename."""
 
         def interrupted(source, target):
             assert os.path.dirname(source) == os.path.dirname(target)
@@ -308,8 +308,8 @@ class TestTheFile:
         assert f"saved to {path}" in text and f"verified of {path}" in text
         assert " of 0 MB " in text and "all 0 MB" in text
 
-    def test_a_large_cache_is_never_on_the_host_twice(self, path, monkeypatch):
-        """The file is written from one layer of one array at a time."""
+    def test_a_large_cache_is_never_copied_to_the_host_whole(self, path, monkeypatch):
+        """The file is written layer by layer and array by array."""
         cache = small_cache(num_layers=6, num_blocks=256, head_dim=16)
         sizes = []
         chunks = files._chunks
@@ -326,7 +326,7 @@ class TestTheFile:
 
 
 def resealed(raw, change):
-    """Change the header of a file and give it a valid checksum again."""
+    """Change the header of a file and recompute its checksum."""
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
     change(header)
@@ -338,7 +338,7 @@ def resealed(raw, change):
 
 
 class TestRefusedFiles:
-    """Each says which; the cache given stays as it was, as it is a value."""
+    """Each error names the fault; the given cache is unchanged, as it is a value."""
 
     def assert_refused(self, path, raw, fault):
         path.write_bytes(raw)
@@ -366,7 +366,7 @@ class TestRefusedFiles:
             with pytest.raises(jkv.FileError):
                 jkv.load(path)
         self.assert_refused(path, raw[:-1] + b"\x01", "damaged")
-        path.write_bytes(raw)  # the test itself did no harm
+        path.write_bytes(raw)  # the unchanged file loads
         jkv.load(path, small_cache(num_blocks=9))
 
     def test_truncated_anywhere(self, path):
@@ -374,10 +374,10 @@ class TestRefusedFiles:
         for length in [0, 1, 7, 8, 9, 30, 100, len(raw) // 2, len(raw) - 1]:
             self.assert_refused(path, raw[:length], "truncated")
 
-    def test_more_than_there_should_be(self, path):
+    def test_trailing_bytes(self, path):
         self.assert_refused(path, self.saved(path) + b"\0", "damaged")
 
-    def test_foreign(self, path):
+    def test_other_file_formats(self, path):
         for raw in (
             b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
             b"just some text, longer than eight bytes\n" * 9,
@@ -402,7 +402,7 @@ class TestRefusedFiles:
 
         self.assert_refused(path, resealed(raw, newer), "version 4 .* reads 3")
 
-    def test_with_a_right_checksum_but_not_a_cache(self, path):
+    def test_valid_checksum_of_an_invalid_cache(self, path):
         raw = self.saved(path)
 
         def renamed(header):
@@ -438,20 +438,20 @@ class TestRefusedFiles:
             else:
                 self.assert_refused(path, resealed(raw, change), f"damaged: .*{fault}")
 
-    def test_of_a_cache_that_was_broken_when_saved(self, path):
+    def test_of_a_cache_that_was_invalid_when_saved(self, path):
         cache = opened(5)
         counts = np.array(cache.metadata.groups[0].reference_counts)
         counts[0] += 1
         raw = self.saved(path, with_metadata(cache, reference_counts=counts))
         self.assert_refused(path, raw, "damaged: reference_counts")
 
-    def test_not_there(self, path):
+    def test_missing_file(self, path):
         with pytest.raises(FileNotFoundError):
             jkv.load(path)
 
 
 def test_the_comparison_can_fail(path):
-    """Results of `assert_same` and `stored_tokens` for a wrong file."""
+    """`assert_same` and `stored_tokens` detect a wrong file."""
     cache = busy()
     jkv.save(path, cache)
     zeros = with_storage_filled(jkv.load(path), 0.0)
@@ -466,8 +466,8 @@ def test_the_comparison_can_fail(path):
         assert_same(with_metadata(cache, block_tables=tables), cache)
 
 
-def test_a_field_added_to_the_state_is_saved_too():
-    """Names are walked, not listed: scales beside the keys would travel."""
+def test_a_new_field_of_the_state_is_saved():
+    """Leaves are traversed, not listed."""
     cache = opened(5, record_tokens=True)
     names = [name for name, _ in list_leaves(cache)]
     group, storage = "metadata.groups.0", "storage.0"

@@ -1,4 +1,4 @@
-"""Swapping out and in: the moved blocks, the remaining ones, and decoding after it."""
+"""Swapping out and in: moved and remaining blocks, and decoding afterwards."""
 
 import dataclasses
 import functools
@@ -38,25 +38,25 @@ DTYPES, NAME = [jnp.float32, jnp.bfloat16], operator.attrgetter("__name__")
 
 
 def state(cache):
-    """All leaves as bytes: equal only if every bit is."""
+    """Return all leaves as bytes."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
 
 
 def fragmented(**changes):
-    """A larger cache with the free blocks 12 13 14 8 7 3 2 1 0."""
+    """Return a larger cache with the free blocks 12 13 14 8 7 3 2 1 0."""
     cache = opened(9, 3, 12, 5, 7, num_blocks=15, max_sequences=7, **changes)
     cache, _ = free(cache, [3, 1, 0])
     return grow(cache, 4, range(900, 902))
 
 
 class TestOutAndBack:
-    def test_one_among_many(self):
+    def test_one_of_many(self):
         cache = opened(5, 9, 2)
         cache, swapped = jkv.swap_out(cache, 1)
         jkv.check(cache)
         assert not bool(cache.metadata.is_open[1])
         assert free_count(cache) == 8 - 2 - 1
-        cache = grow(cache, 0, range(5, 14))  # its blocks are used again meanwhile
+        cache = grow(cache, 0, range(5, 14))  # reuses its blocks
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
         jkv.raise_for_status(back)
@@ -68,7 +68,7 @@ class TestOutAndBack:
         assert stored_tokens(cache, seq_id) == list(range(100, 110))
 
     @pytest.mark.one_end
-    def test_keeps_the_order_of_the_call_without_padding(self):
+    def test_keeps_the_order_of_the_call_and_drops_padding(self):
         cache, swapped = jkv.swap_out(opened(5, 9, 2), [2, -1, 0])
         assert swapped.seq_ids.tolist() == [2, 0]
         assert swapped.context_lengths.tolist() == [2, 5]
@@ -93,7 +93,7 @@ class TestOutAndBack:
         assert {i: stored_tokens(other, i) for i in (2, 4)} == before
 
     @pytest.mark.one_end
-    def test_again_and_again(self):
+    def test_one_value_several_times(self):
         """The value stays valid: two copies of one sequence share nothing."""
         cache, swapped = jkv.swap_out(opened(6), 0)
         cache, first = jkv.swap_in(cache, swapped)
@@ -105,7 +105,7 @@ class TestOutAndBack:
         assert not set(table(cache, a)) & set(table(cache, b))
 
     @pytest.mark.one_end
-    def test_nothing(self):
+    def test_no_sequence(self):
         cache = opened(3)
         after, swapped = jkv.swap_out(cache, [-1, -1])
         assert swapped.num_sequences == 0 and swapped.num_blocks == 0
@@ -115,7 +115,7 @@ class TestOutAndBack:
 
     @pytest.mark.one_end
     def test_without_tokens_and_without_storage(self):
-        """A reservation alone crosses as a number; metadata alone is enough."""
+        """Reservations move as numbers; a cache without storage suffices."""
         for cache in (small_cache(), jkv.init(small_config(), storage=False)):
             cache, _ = allocate(cache, [0, 9])
             cache, swapped = jkv.swap_out(cache, [0, 1])
@@ -125,7 +125,7 @@ class TestOutAndBack:
             assert [len(table(cache, int(i))) for i in back.seq_ids] == [0, 3]
 
     @pytest.mark.one_end
-    def test_recorded_tokens_go_along(self):
+    def test_recorded_tokens_are_moved(self):
         cache = small_cache(record_tokens=True)
         cache, _ = allocate(cache, [0])
         cache, _ = append(cache, 0, 6, tokens=range(40, 46))
@@ -133,7 +133,7 @@ class TestOutAndBack:
         other, back = jkv.swap_in(fragmented(record_tokens=True), swapped)
         found = jkv.tokens(other, back.seq_ids[0]).tolist()
         assert found[:7] == [40, 41, 42, 43, 44, 45, -1]
-        # One that does not record them drops them; one that does reads -1 for none.
+        # A cache that does not record tokens drops them; one that does reads -1.
         other, back = jkv.swap_in(fragmented(), swapped)
         jkv.check(other)
         other, swapped = jkv.swap_out(other, back.seq_ids)
@@ -152,8 +152,8 @@ class TestOutAndBack:
         assert free_count(cache) == 4
 
     @pytest.mark.one_end
-    def test_stamps(self):
-        """The clock's are this cache's own, the number of uses is the sequence's."""
+    def test_clocks_and_uses(self):
+        """The clock belongs to the cache, the number of uses to the sequence."""
         cache = grow(opened(5, 2), 0, [5])
         uses = int(cache.metadata.sequences.num_uses[0])
         cache, swapped = jkv.swap_out(cache, 0)
@@ -166,11 +166,11 @@ class TestOutAndBack:
 
 @pytest.mark.one_end
 class TestSharing:
-    def test_survives_among_the_swapped(self):
+    def test_is_kept_among_swapped_sequences(self):
         cache, forked = fork(opened(9), [0, 0])
         cache = grow(cache, 1, [901])
         cache, swapped = jkv.swap_out(cache, [2, 0, 1])
-        # Two full blocks for all three, and a tail for each.
+        # Two full blocks shared by all three, and a tail for each.
         assert swapped.num_filled_blocks == swapped.num_blocks == 2 + 3
         assert free_count(cache) == 8
         cache, back = jkv.swap_in(cache, swapped)
@@ -185,7 +185,7 @@ class TestSharing:
         cache, _ = fork(opened(9), [0])
         stays = table(cache, 1)
         cache, swapped = jkv.swap_out(cache, 0)
-        assert free_count(cache) == 8 - 3  # only its tail came free
+        assert free_count(cache) == 8 - 3  # only its tail was freed
         assert table(cache, 1) == stays
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
@@ -194,8 +194,8 @@ class TestSharing:
         for seq_id in (1, int(back.seq_ids[0])):
             assert stored_tokens(cache, seq_id) == list(range(9))
 
-    def test_only_the_blocks_concerned_cross(self):
-        """The bytes held are the blocks' bytes exactly."""
+    def test_only_the_blocks_of_the_sequences_are_copied(self):
+        """The value's size is exactly theirs."""
         cache = opened(9, 14, 2, num_layers=3, value_head_dim=1)
         pools = jax.tree.leaves(cache.storage)
         per_block = sum(pool.nbytes for pool in pools) // cache.num_blocks
@@ -209,9 +209,9 @@ class TestSharing:
 
 
 def attended(cache, seq_ids, dtype, steps=3):
-    """Decode a few tokens of each sequence; every layer's outputs, [steps, L, B, ...].
+    """Decode a few tokens of each sequence; return all outputs, [steps, L, B, ...].
 
-    Queries, keys and values depend on the step, the layer and the request only.
+    Queries, keys and values depend only on the step, the layer and the request.
     """
     rng = np.random.default_rng(5)
     num_requests, outputs = len(seq_ids), []
@@ -229,7 +229,7 @@ def attended(cache, seq_ids, dtype, steps=3):
 
 @jax.jit
 def advance(cache, batch, rows):
-    """Write rows and attend to them in two layers; returns the outputs, [L, R, ...]."""
+    """Write rows and attend to them in two layers; return the outputs, [L, R, ...]."""
     outputs = []
     for layer in range(2):
         queries, keys, values = rows[layer]
@@ -239,7 +239,7 @@ def advance(cache, batch, rows):
 
 
 class TestDecodingGoesOn:
-    """Attention before and after is equal to the bit."""
+    """Attention before and after swapping is bit-identical."""
 
     @staticmethod
     def config(dtype, **changes):
@@ -250,7 +250,7 @@ class TestDecodingGoesOn:
     @staticmethod
     @functools.cache
     def filled(dtype):
-        """Sequences of 17, 3, 30 and 8 random tokens, the last two forked."""
+        """Return sequences of 17, 3, 30 and 8 random tokens, the last two forked."""
         cache = with_storage_filled(jkv.init(TestDecodingGoesOn.config(dtype)), np.nan)
         cache, _ = allocate(cache, [0, 0, 33, 0])
         lengths = np.array([17, 3, 30, 8], np.int32)
@@ -262,7 +262,7 @@ class TestDecodingGoesOn:
         return fork(jkv.commit(cache, batch), [2, 3])[0]
 
     def another(self, dtype):
-        """A fragmented cache of other sizes, all NaN."""
+        """Return a fragmented cache of other sizes, full of NaN."""
         cache = jkv.init(self.config(dtype, num_blocks=61, max_sequences=9))
         cache = with_storage_filled(cache, np.nan)
         cache, _ = allocate(cache, [50, 9, 50, 7])
@@ -289,7 +289,7 @@ class TestDecodingGoesOn:
         cache = self.filled(dtype)
         expected = attended(cache, [2, 0, 4], dtype)
         cache, swapped = jkv.swap_out(cache, 2)
-        cache, _ = allocate(cache, [4, 4, 4, 0])  # its row is taken
+        cache, _ = allocate(cache, [4, 4, 4, 0])  # takes its row
         cache, back = jkv.swap_in(cache, swapped)
         jkv.raise_for_status(back)
         seq_ids = [*back.seq_ids.tolist(), 0, 4]
@@ -320,7 +320,7 @@ class TestDecodingGoesOn:
 @pytest.mark.one_end
 class TestRefusals:
     @pytest.mark.parametrize("seq_ids", [[3], [0, 0], [-2], [4], [0, 1, 2**31 - 1]])
-    def test_ids_not_open_raise_and_change_nothing(self, seq_ids):
+    def test_closed_ids_raise_and_change_nothing(self, seq_ids):
         cache = opened(5, 9, 2)
         before = state(cache)
         with pytest.raises(jkv.InvalidSequence) as caught:
@@ -348,14 +348,14 @@ class TestRefusals:
         short = small_cache(max_context_length=8)
         self.refused(short, two, jkv.Status.CONTEXT_FULL)
 
-    def test_the_order_of_causes(self):
+    def test_the_order_of_reasons(self):
         _, two = jkv.swap_out(opened(9, 5), [0, 1])
         full, _ = allocate(small_cache(), [14, 14, 0])
         self.refused(full, two, jkv.Status.OUT_OF_SEQUENCES)
         full, _ = allocate(small_cache(max_context_length=8), [8, 8, 8, 8])
         self.refused(full, two, jkv.Status.CONTEXT_FULL)
 
-    def test_the_last_block_and_the_last_row_serve(self):
+    def test_the_last_block_and_row_are_usable(self):
         _, two = jkv.swap_out(opened(9, 5), [0, 1])
         cache, _ = allocate(small_cache(), [12, 0])
         cache, back = jkv.swap_in(cache, two)
@@ -363,7 +363,7 @@ class TestRefusals:
         assert back.status.tolist() == [0, 0]
         assert free_count(cache) == 0
 
-    def test_a_reservation_that_does_not_fit_the_tables(self):
+    def test_a_reservation_longer_than_the_tables(self):
         cache, _ = allocate(small_cache(), [13])
         _, swapped = jkv.swap_out(grow(cache, 0, range(5)), 0)
         short = small_cache(max_context_length=8)
@@ -407,7 +407,7 @@ class TestTheHostValue:
 
     @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
     def test_pinned_memory(self, monkeypatch, dtype):
-        """The path of an accelerator: a CPU has such memory too, on request."""
+        """The path of an accelerator; a CPU also has pinned memory on request."""
         cache = opened(9, 14, num_layers=2, dtype=dtype)
         device = next(iter(cache.devices))
         if "pinned_host" not in {m.kind for m in device.addressable_memories()}:
@@ -429,8 +429,8 @@ class TestTheHostValue:
             assert stored_tokens(other, first) == list(range(100, 114))
             assert stored_tokens(other, second) == list(range(9))
 
-    def test_which_memory_is_chosen(self):
-        """A CPU never, another device if it says so."""
+    def test_pinned_memory_is_selected_if_the_device_has_it(self):
+        """Never on a CPU."""
 
         class Memory:
             def __init__(self, kind):
@@ -473,7 +473,7 @@ class TestCost:
         assert [pool.unsafe_buffer_pointer() for pool in pools] == where
         jkv.check(again)
 
-    def test_a_refused_donation_gives_up_nothing(self):
+    def test_a_refused_donation_keeps_the_cache(self):
         _, swapped = jkv.swap_out(opened(9), 0)
         cache, _ = allocate(copied(small_cache()), [14, 14])
         after, back = jkv.swap_in(cache, swapped, donate=True)
@@ -500,7 +500,7 @@ class TestCost:
 @pytest.mark.one_end
 class TestWithAPrefixIndex:
     def computed(self, cache, prompt, salt):
-        """Allocate a prompt, compute its uncached tokens; (cache, seq_id, found)."""
+        """Compute a prompt's uncached tokens; return (cache, seq_id, found)."""
         cache, opened = allocate(cache, 0, tokens=[prompt], salts=salt)
         jkv.raise_for_status(opened)
         rest = prompt[int(opened.num_cached[0]) :]
@@ -508,7 +508,7 @@ class TestWithAPrefixIndex:
         cache = write_tokens(cache, step, rest)
         return cache, int(opened.seq_ids[0]), int(opened.num_cached[0])
 
-    def test_the_domain_and_the_tokens_go_along(self):
+    def test_salt_and_tokens_are_moved(self):
         cache = small_cache(prefix_caching=True)
         cache, seq_id, _ = self.computed(cache, list(range(40, 49)), 7)
         cache, swapped = jkv.swap_out(cache, seq_id)
@@ -524,7 +524,7 @@ class TestWithAPrefixIndex:
         assert stored_tokens(other, seq_id) == list(range(40, 49))
 
     def test_swapped_out_prefixes_stay_cached(self):
-        """Others find it until the pool needs it; the restored text adds no entry."""
+        """They are found until evicted; the restored sequence adds no entry."""
         cache = small_cache(prefix_caching=True)
         prompt = list(range(40, 49))
         cache, seq_id, _ = self.computed(cache, prompt, 7)
@@ -542,18 +542,18 @@ class TestWithAPrefixIndex:
         jkv.check(cache)
         assert stored_tokens(cache, seq_id) == list(range(40, 52))
         assert match(cache, [range(40, 53)], 7) == [8]
-        # Nor after another time elsewhere.
+        # Nor after swapping again.
         cache, swapped = jkv.swap_out(cache, seq_id)
         cache, back = jkv.swap_in(cache, swapped)
         assert int(cache.metadata.index.committed[int(back.seq_ids[0])]) == -1
 
     def test_holes_in_the_ring(self):
-        """Blocks that were found again left the ring: none of them is taken."""
+        """Cached blocks that were hit left the ring, so none of them is taken."""
         _, swapped = jkv.swap_out(opened(9, prefix_caching=True), 0)
         cache, prompt = small_cache(prefix_caching=True), list(range(9))
         cache, seq_id, _ = self.computed(cache, prompt, 0)  # blocks 0 1 2
         cache, _ = free(cache, seq_id)
-        cache, reserved = allocate(cache, [14, 4])  # all but these
+        cache, reserved = allocate(cache, [14, 4])  # all others
         cache, opened_again = allocate(cache, 0, tokens=[prompt])
         seq_id = int(opened_again.seq_ids[0])
         assert table(cache, seq_id) == [0, 1]
@@ -566,8 +566,8 @@ class TestWithAPrefixIndex:
         assert stored_tokens(cache, int(back.seq_ids[0])) == prompt
         assert stored_tokens(cache, seq_id) == prompt[:8]
 
-    def test_cached_blocks_give_way(self):
-        """The pool takes the oldest, and each block taken is counted once."""
+    def test_cached_blocks_are_evicted(self):
+        """The oldest are evicted, and each is counted once."""
         plain = opened(9, prefix_caching=True)
         plain, _ = fork(plain, [0, 0])
         _, swapped = jkv.swap_out(plain, [0, 1, 2])
@@ -578,7 +578,7 @@ class TestWithAPrefixIndex:
         cache, back = jkv.swap_in(cache, swapped)
         jkv.check(cache)
         jkv.raise_for_status(back)
-        # Five blocks: a tail that was never visible, three of the first, one more tail.
+        # Five blocks: an uncommitted tail, three of the first prompt, and another tail.
         free_blocks = cache.metadata.groups[0].free_blocks
         assert free_blocks.num_forgotten.tolist() == [3, 0]
         for seq_id in back.seq_ids.tolist():
@@ -587,7 +587,7 @@ class TestWithAPrefixIndex:
 
 @pytest.mark.one_end
 def test_groups_in_another_order_are_refused():
-    """A group with blocks is no state, for any number of groups of each."""
+    """A group of blocks cannot become a group of states."""
     sizes = dict(max_sequences=2, max_context_length=16, block_size=4)
     blocks = jkv.CacheConfig(
         num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4, **sizes

@@ -1,7 +1,7 @@
-"""Functions on meshes: a call for each row of the table in docs/how-to/sharding.md.
+"""Functions on meshes: one call for each row of the table in docs/how-to/sharding.md.
 
-A play takes caches, prompts and weights, and returns the cache and arrays that are the
-same on any devices.
+Each takes caches, prompts and weights, and returns the cache and arrays that must be
+equal on all devices.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jkv
 from jkv.decoding import DraftModel, PromptLookup
 from jkv.serving import Engine
-from support.small_attention_model import (
+from support.models.small_attention_model import (
     DIM,
     KV_HEADS,
     LAYERS,
@@ -25,7 +25,7 @@ from support.small_attention_model import (
 )
 from support.tolerances import TOLERANCE
 
-# The first repeats itself, so that it can be looked up, and is longer than the window.
+# The first prompt repeats itself (for prompt lookup) and is longer than the window.
 PROMPTS = np.array([[5, 9, 5, 9, 5, 9, 5, 9, 5], [11, 7, 3, 8] + [-1] * 5], np.int32)
 CONTINUATIONS = np.array([[3, 1, 4], [1, 5, -1]], np.int32)
 NEW_TOKENS = 6
@@ -58,14 +58,14 @@ COLUMNS = {
 
 
 def score(params, prompts, continuations=CONTINUATIONS, **where):
-    """Log-probabilities; no cache is given."""
+    """Return log-probabilities, without a given cache."""
     return jkv.score(
         attention_model, params, prompts, continuations, config=CONFIG, **where
     )
 
 
 def differentiate(params, prompts, **where):
-    """The derivative of scores by all weights."""
+    """Return the gradient of the scores with respect to all weights."""
 
     def loss(params):
         return jnp.sum(jnp.sin(score(params, prompts, **where)))
@@ -74,16 +74,16 @@ def differentiate(params, prompts, **where):
 
 
 def extend(cache, prompts, params):
-    """Two turns of two texts."""
+    """Run two turns of two chats."""
     cache, opened = jkv.allocate(cache, [0, 0])
     found = []
-    for texts in (prompts, prompts[:, :3]):
+    for rows in (prompts, prompts[:, :3]):
         cache, result = jkv.extend(
             attention_model,
             params,
             cache,
             opened.seq_ids,
-            texts,
+            rows,
             max_new_tokens=4,
         )
         found += [result.tokens, result.logprobs]
@@ -91,7 +91,7 @@ def extend(cache, prompts, params):
 
 
 def beam_search(cache, prompts, params):
-    """Two beams of each prompt."""
+    """Search with two beams per prompt."""
     cache, result = jkv.beam_search(
         attention_model,
         params,
@@ -106,7 +106,7 @@ def beam_search(cache, prompts, params):
 
 
 def generate(cache, prompts, params, *, model=attention_model, **options):
-    """Continue both prompts at one time."""
+    """Continue both prompts in one call."""
     cache, result = jkv.generate(
         model,
         params,
@@ -125,28 +125,29 @@ def generate(cache, prompts, params, *, model=attention_model, **options):
     return cache, found
 
 
-def draft(caches, prompts, params):
-    """With guesses of a draft model, which is the model itself."""
-    cache, of_draft = caches
-    speculate = DraftModel(
-        model=attention_model, params=params, cache=of_draft, num_tokens=2
-    )
-    return generate(cache, prompts, params, speculate=speculate)
+def make_draft(params):
+    """Return a draft model that equals the target model."""
+    return DraftModel(model=attention_model, params=params, config=CONFIG, num_tokens=2)
+
+
+def draft(cache, prompts, params):
+    """Generate with draft tokens of a draft model, whose layers are in the cache."""
+    return generate(cache, prompts, params, speculate=make_draft(params))
 
 
 def look_up(cache, prompts, params):
-    """With guesses that are looked up."""
+    """Generate with draft tokens of prompt lookup."""
     speculate = PromptLookup(num_tokens=2, min_ngram=1, cost=1.0)
     return generate(cache, prompts, params, speculate=speculate)
 
 
 def generate_again(cache, prompts, params):
-    """Behind a window that gives back; played twice, so that blocks are found."""
+    """Generate with a window that releases blocks, twice for prefix cache hits."""
     return generate(cache, prompts, params, model=windowed_model)
 
 
 def serve(cache, prompts, params):
-    """By an engine."""
+    """Generate with an engine."""
     engine = Engine(
         attention_model,
         params,
@@ -180,18 +181,18 @@ PLAYS = {
     "window and index": generate_again,
     "Engine": serve,
 }
-# Each rank is given its own arguments (`over_pools`): functions that take no pools.
+# Functions without a `pools` argument: each rank has its own arguments (`over_pools`).
 BY_RANK = ("extend", "beam_search")
 
 
 class Place(NamedTuple):
-    """Where a row is played: on a mesh, or on one device."""
+    """Placement of a row: on a mesh, or on one device."""
 
-    where: dict[str, str]  # the mesh axes, by the sharded dimension
+    where: dict[str, str]  # mesh axes by sharded dimension
 
     @property
     def mesh(self):
-        """Two devices for each axis."""
+        """A mesh with two devices per axis."""
         names = tuple(self.where.values())
         devices = np.asarray(jax.devices()[: 2 ** len(names)])
         axis_types = (AxisType.Auto,) * len(names)
@@ -200,14 +201,14 @@ class Place(NamedTuple):
         )
 
     def init(self, config, **left_out):
-        """A fresh cache."""
+        """Create a cache."""
         if not self.where:
             return jkv.init(config)
         where = {n: axis for n, axis in self.where.items() if n not in left_out}
         return jkv.init(config, mesh=self.mesh, **where)
 
     def place_params(self):
-        """The weights; projections by heads where these are on an axis."""
+        """Place the weights; projections are sharded by heads if an axis has them."""
         params = attention_params()
         if not self.where:
             return params
@@ -219,15 +220,17 @@ class Place(NamedTuple):
         return params
 
     def play(self, row):
-        """Return a row's results, on the host, and its cache; None where it has none.
+        """Return a row's results on the host, and its cache or None.
 
         Args:
-          row: of the table.
+            row: of the table.
         """
         config = dataclasses.replace(CONFIG, **CHANGES.get(row, {}))
         function, params = PLAYS[row], self.place_params()
         if function in (score, differentiate):
             return None, self._play_without_cache(function, params)
+        if function is draft:
+            config = jkv.with_drafter(config, make_draft(params))
         cache = self.init(config)
         if row == "debug":
             cache = jkv.debug(cache)
@@ -235,16 +238,13 @@ class Place(NamedTuple):
             return serve(cache, PROMPTS, params)
         if row in BY_RANK and cache.pools is not None:
             return self._play_on_ranks(function, cache, params)
-        if function is draft:  # which is not donated: its cache is the caller's
-            given = cache, self.init(config, pools=None)
-            return jax.jit(function)(given, PROMPTS, params)
         run = jax.jit(function, donate_argnums=0)
         if function is generate_again:
             cache, _ = run(cache, PROMPTS, params)
         return run(cache, PROMPTS, params)
 
     def _play_without_cache(self, function, params):
-        """Scores; with ranks each has the texts of its own."""
+        """Return scores; with ranks, each has its own sequences."""
         if "pools" not in self.where:
             heads = self.where.get("heads")
             where = {} if heads is None else dict(mesh=self.mesh, heads=heads)
@@ -266,7 +266,7 @@ class Place(NamedTuple):
         return jax.jit(loss)(params)
 
     def _play_on_ranks(self, function, cache, params):
-        """The second rank has the prompts in the other order."""
+        """Run on two ranks; the second has the prompts in reverse order."""
 
         def step(cache, prompts, *, params):
             return function(cache, prompts, params)
@@ -294,8 +294,8 @@ def assert_cell(row, column):
     """Assert that a row's results on a mesh equal one device's."""
     place = Place(COLUMNS[column])
     cache, found = place.play(row)
-    # Values in few bits may be rounded the other way, as sums over heads are added up
-    # in another order.
+    # Sums over heads are added in another order, so quantized values may round
+    # differently.
     dtype = CHANGES.get(row, {}).get("dtype")
     tolerance = 10 * TOLERANCE["bfloat16" if dtype else "float32"]
     leaves = jax.tree.leaves(found)
@@ -305,9 +305,9 @@ def assert_cell(row, column):
         return
     if cache.pools is None:
         caches = [cache]
-        assert (cache.sharding.heads, cache.sharding.context) == tuple(
-            place.where.get(name) for name in ("heads", "context")
-        )
+        wanted = tuple(place.where.get(name) for name in ("heads", "context"))
+        for storage in cache.storage:  # the model's layers, and a drafter's
+            assert (storage.sharding.heads, storage.sharding.context) == wanted
     else:
         caches = jkv.split_pools(cache)
         assert all(jkv.stats(each).allocations > 0 for each in caches)
@@ -317,7 +317,7 @@ def assert_cell(row, column):
 
 
 def assert_alike(ours, theirs, tolerance):
-    """Integers are equal and others close; some are not zero, and texts differ."""
+    """Assert equal integers and close floats; some nonzero, and not all rows alike."""
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     assert theirs.any()
     if not np.issubdtype(theirs.dtype, np.floating):

@@ -48,12 +48,12 @@ PATIENCE_SECONDS = 900.0
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """One fault, and the text that makes it."""
+    """A fault and the text that plants it."""
 
     name: str
-    room: str  # the part of the package that it belongs to
-    fault: str  # the fault, in a sentence
-    find: str  # occurs once in the package, but for white space
+    room: str  # the part of the package
+    fault: str  # the fault in one sentence
+    find: str  # occurs once in the package, up to white space
     replace: str
 
 
@@ -99,16 +99,16 @@ MUTATIONS = (
         "metadata",
         "A block given up by several owners in one call enters the ring at the turn of "
         "its first mention, not of its last.",
-        "lanes.find_one(counts, zeroed, last=True)",
-        "lanes.find_one(counts, zeroed, last=False)",
+        "find_one(counts, zeroed, last=True)",
+        "find_one(counts, zeroed, last=False)",
     ),
     Mutation(
         "holes-never-squeezed-out",
         "metadata",
         "Holes that revived blocks leave in the ring are not squeezed out when there "
         "are more of them than blocks.",
-        "full = ring.span - ring.count > num_ids",
-        "full = jnp.bool_(False)",
+        "is_full = ring.span - ring.count > ring.indices.shape[0]",
+        "is_full = jnp.bool_(False)",
     ),
     Mutation(
         "hit-by-hash-alone",
@@ -143,15 +143,15 @@ MUTATIONS = (
         "moved-block-keeps-its-place",
         "metadata",
         "A place in a bucket is not free if its block was indexed anew somewhere else.",
-        "(hashes == 0) | (row_of(table, keys_of(listed, hashes)) != row[:, None])",
+        "(hashes == 0) | (keys != rows[..., None])",
         "hashes == 0",
     ),
     Mutation(
         "holes-handed-out",
         "metadata",
         "Blocks are taken from the head of the ring with the holes between them.",
-        "before = ring.expose(metadata.groups[number].free_blocks, num)",
-        "before = metadata.groups[number].free_blocks",
+        "is_dense = ring.span == ring.count",
+        "is_dense = jnp.bool_(True)",
     ),
     # Classes of cached blocks.
     Mutation(
@@ -219,7 +219,7 @@ MUTATIONS = (
         "is_child &= children[number] >= 0",
     ),
     Mutation(
-        "windows-reserve-whole-texts",
+        "windows-reserve-whole-sequences",
         "state",
         "Blocks that a window would give back are reserved as well.",
         "return jnp.minimum(total - num_found, most)",
@@ -251,8 +251,8 @@ MUTATIONS = (
         "commit-loses-a-reference",
         "verbs",
         "An equal block that takes the place of the own one gets no reference for it.",
-        "add_references(group, jnp.where(replaced, other, nothing))",
-        "add_references(group, jnp.full_like(other, nothing))",
+        "scatter_add(counts, jnp.concatenate([gains, own]), jnp.asarray(signs))",
+        "scatter_add(counts, own, -1)",
     ),
     Mutation(
         "commit-without-all-tokens",
@@ -706,8 +706,8 @@ MUTATIONS = (
         "padding-marks-a-token-as-seen",
         "decoding",
         "The padding behind a prompt counts as the last token of the vocabulary.",
-        "token = jnp.where(texts < 0, state.seen.shape[1], texts)",
-        "token = texts",
+        "token = jnp.where(tokens < 0, state.seen.shape[1], tokens)",
+        "token = tokens",
     ),
     # The engine.
     Mutation(
@@ -854,7 +854,7 @@ MUTATIONS = (
         "    return whole.astype(jnp.int32), jnp.where(length > 0, best, none)",
     ),
     Mutation(
-        "snapshot-of-a-forgotten-text-found",
+        "snapshot-of-a-forgotten-sequence-found",
         "metadata",
         "A salt that was invalidated keeps its snapshots.",
         "salt is None or known.salts == salt",
@@ -924,6 +924,20 @@ MUTATIONS = (
         "return metadata.index.enter(metadata, row, salts, jnp.full_like(row, -1))",
         "return metadata.index.cut(metadata, row, gather("
         "metadata.context_lengths, row))",
+    ),
+    Mutation(
+        "overwrite-in-a-shared-block",
+        "blocks",
+        "Rows are overwritten in blocks that other sequences have, too.",
+        "is_full = stays = ~selection.rewritten",
+        "stays = ~selection.rewritten",
+    ),
+    Mutation(
+        "scrub-zeroes-cached-blocks",
+        "verbs",
+        "Cached blocks are zeroed, and found all the same.",
+        "num_named = jnp.where(is_known, size, num_named)",
+        "num_named = jnp.where(is_known, num_named, num_named)",
     ),
     Mutation(
         "cached-block-moves-from-its-parent",
@@ -1073,9 +1087,9 @@ MUTATIONS = (
         "sinks-counted-twice",
         "verbs",
         "A sink counts in the cached part and in the join.",
-        "found = attend(*requests, window=window, sinks=sinks, work_lists=plan)\n"
+        "found = attend(requests, window=window, sinks=sinks, plans=plans)\n"
         "        sinks = None",
-        "found = attend(*requests, window=window, sinks=sinks, work_lists=plan)",
+        "found = attend(requests, window=window, sinks=sinks, plans=plans)",
     ),
     Mutation(
         "nan-of-a-value-in-the-step",
@@ -1102,7 +1116,7 @@ MUTATIONS = (
         "private-span-finds-causal-keys",
         "decoding",
         "A prompt with spans hits blocks of the same tokens without spans.",
-        "texts = state.prompts.spans.cut_before(texts, lanes.prompts)",
+        "sequences = state.prompts.spans.cut_before(sequences, lanes.prompts)",
         "pass",
     ),
     Mutation(
@@ -1128,13 +1142,28 @@ MUTATIONS = (
         "return jnp.where(tokens[:, None] < 0, newest, pushed)",
         "return pushed",
     ),
+    # Drafters of published checkpoints.
+    Mutation(
+        "head-on-its-own-hidden-state",
+        "drafters",
+        "Stored keys of a head come from the row's own hidden state, not the last.",
+        "before = find_previous(batch, self._project(hidden), self._project(previous))",
+        "before = self._project(hidden)",
+    ),
+    Mutation(
+        "block-skips-the-newest-row",
+        "drafters",
+        "A block that drafts from the newest token on begins a row late, as DFlash.",
+        "first = 0 if self.from_newest else 1",
+        "first = 1",
+    ),
 )
 
 
 def main() -> int:
-    """Play the faults that the command line asks for; return the exit status."""
+    """Run the faults selected on the command line; return the exit status."""
     options = parse_arguments()
-    # An end from outside must restore the file as well.
+    # A termination from outside must restore the file as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     known = {mutation.name: mutation for mutation in MUTATIONS}
     if unknown := set(options.only) - known.keys():
@@ -1182,7 +1211,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python tests/support/mutations.py", description=__doc__.splitlines()[0]
     )
@@ -1206,7 +1235,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def places(mutation: Mutation) -> list[tuple[pathlib.Path, tuple[int, int]]]:
-    """Return where the package has the snippet: files, and spans of their text."""
+    """Return the occurrences of the snippet: files, and spans of their text."""
     words = map(re.escape, mutation.find.split())
     pattern = re.compile(r"\s+".join(words))
     return [
@@ -1218,7 +1247,7 @@ def places(mutation: Mutation) -> list[tuple[pathlib.Path, tuple[int, int]]]:
 
 @contextlib.contextmanager
 def played(mutation: Mutation) -> Iterator[None]:
-    """Have the fault in the package, and take it out again in any case."""
+    """Plant the fault, and remove it again in any case."""
     ((path, (start, stop)),) = places(mutation)
     before = path.read_bytes()
     text = before.decode("utf-8")
@@ -1232,23 +1261,23 @@ def played(mutation: Mutation) -> Iterator[None]:
 
 
 def judge(likely: list[str], tests: list[str], patience: float) -> dict[str, Any]:
-    """Run the likely tests, then the others; return the first that failed, if any."""
+    """Run the likely tests, then the others; return the first failure, if any."""
     if likely:
         found = run_tests(likely, patience)
         if found["caught_by"] is not None:
             return found
-    # The likely ones have had their say.
+    # The likely tests have already run.
     others = [f"--deselect={path}" for path in likely]
     return run_tests([*tests, *others], patience)
 
 
 def run_tests(arguments: list[str], patience: float) -> dict[str, Any]:
-    """Run pytest up to the first failure, and say which test failed."""
+    """Run pytest up to the first failure; return the failed test."""
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
-        # Two versions of a file written in the same second would share their bytecode.
+        # Two versions of a file written in the same second would share bytecode.
         "PYTHONDONTWRITEBYTECODE": "1",
         "COLUMNS": "500",
     }
@@ -1271,7 +1300,7 @@ def run_tests(arguments: list[str], patience: float) -> dict[str, Any]:
         lines = output.read().splitlines()
     if hangs:
         return {"caught_by": running_test(lines), "note": "timed out"}
-    # 5 says that no test was collected, such as when all were deselected.
+    # Exit status 5: no test was collected, such as if all were deselected.
     if process.returncode in (0, 5):
         return {"caught_by": None}
     for line in lines:
@@ -1304,21 +1333,21 @@ def ends(process: subprocess.Popen[bytes], output: int, patience: float) -> bool
 
 
 def running_test(lines: list[str]) -> str:
-    """Return the test that was begun last; `-v` names each before it runs."""
+    """Return the test that started last; `-v` prints each name before it runs."""
     pattern = re.compile(r"(\S+::.+?)\s*(?:(?:PASSED|FAILED|SKIPPED|ERROR|X).*)?$")
     started = [match[1] for line in lines if (match := pattern.match(line))]
     return started[-1] if started else "before the first test"
 
 
 def kept_results(path: pathlib.Path | None) -> dict[str, Any]:
-    """Return the results that a file has already."""
+    """Return the results in an existing file."""
     if path is None or not path.exists():
         return {}
     return dict(json.loads(path.read_text())["results"])
 
 
 def write_results(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Write the results with their commit, Python and JAX."""
+    """Write the results with commit, Python and JAX versions."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = {

@@ -1,14 +1,13 @@
-"""Small caches, and the verbs on them with requests of one shape.
+"""Small caches, and verbs with requests of one shape.
 
-Compiling takes most of the time in these tests, and a verb is compiled once for each
-shape of its cache and of its requests. So nearly all tests share `small_config`; the
-verbs here pad a call to WIDTH requests with -1, the rows of a step to ROWS and prompts
-to PROMPT tokens, and take the padding off the results. A small pool is a large one that
-others fill (`with_free_blocks`). Tests about numbers of requests or rows call `jkv`
-itself.
+Compilation takes most of these tests' time, and a verb is compiled once per shape of
+its cache and requests. So nearly all tests share `small_config`; the verbs here pad a
+call to WIDTH requests with -1, the rows of a step to ROWS and prompts to PROMPT tokens,
+and strip the padding from the results. A small pool is a large one that other sequences
+fill (`with_free_blocks`). Tests of numbers of requests or rows call `jkv` directly.
 
-Caches are values, so `small_cache` and `opened` make each one once; a test that donates
-one takes it `copied`.
+Caches are values, so `small_cache` and `opened` create each one once; a test that
+donates one takes it `copied`.
 """
 
 import dataclasses
@@ -42,8 +41,14 @@ def small_config(**changes):
 
 @functools.cache
 def small_cache(**changes):
-    """A fresh cache of `small_config`, its storage full of NaN."""
-    cache = with_storage_filled(jkv.init(small_config(**changes)), np.nan)
+    """Create a cache of `small_config`, its storage full of NaN."""
+    return filled_cache(small_config(**changes))
+
+
+@functools.cache
+def filled_cache(config):
+    """Create a cache, its storage full of NaN."""
+    cache = with_storage_filled(jkv.init(config), np.nan)
     leaves = jax.tree.leaves(cache)
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves), "not in jit"
     return cache
@@ -51,7 +56,7 @@ def small_cache(**changes):
 
 @functools.cache
 def opened(*lengths, **changes):
-    """A small cache with that many tokens in sequences 0, 1, ...
+    """Return a small cache with `lengths` tokens in sequences 0, 1, ...
 
     Token p of sequence s is the number 100 * s + p.
     """
@@ -65,12 +70,12 @@ def opened(*lengths, **changes):
 
 
 def copied(cache):
-    """A cache with arrays of its own, to be donated."""
+    """Return a cache with arrays of its own, to be donated."""
     return put(jax.device_get(cache), None)
 
 
 def with_free_blocks(cache, count):
-    """Reserve all free blocks but `count` for other sequences."""
+    """Reserve all free blocks except `count` for other sequences."""
     surplus = free_count(cache) - count
     most = cache.metadata.max_blocks_per_sequence
     kept = cache.metadata.groups[0].window.most_blocks(cache.block_size, 1)
@@ -84,7 +89,7 @@ def with_free_blocks(cache, count):
 
 
 def with_free_rows(cache, count):
-    """Give all rows but `count` to other sequences, without a token."""
+    """Open empty sequences in all rows except `count`."""
     rows = cache.max_sequences - int(np.asarray(cache.metadata.is_open).sum())
     cache, result = allocate(cache, [0] * (rows - count))
     jkv.raise_for_status(result.status)
@@ -94,8 +99,8 @@ def with_free_rows(cache, count):
 def with_storage_filled(cache, value, blocks=None, group=None):
     """Fill the K/V arrays with one value, such as the NaN of recycled memory.
 
-    With scales these are filled, and the elements' bits are a one's. Given blocks, only
-    they are filled. All groups of layers, or one.
+    With scales, these are filled and the elements are ones. `blocks` and `group`
+    restrict the blocks and the groups of layers.
     """
     for number, storage in enumerate(cache.storage):
         if storage.kind == "blocks" and group in (None, number):
@@ -108,11 +113,11 @@ def with_storage_filled(cache, value, blocks=None, group=None):
 
 
 def _bits_of(name, pool, storage, value):
-    """The bits of a value in one of the arrays of a group."""
+    """Return the bits of a value in one of a group's arrays."""
     if storage.key_scales is not None and name in ("key_pool", "value_pool"):
         return np.ones((), storage.dtype).view(pool.dtype)
     if pool.dtype == np.uint16:
-        # bfloat16 lives in uint16 as its bits: the upper half of float32's.
+        # bfloat16 is stored in uint16: the upper half of float32's bits.
         return int(np.float32(value).view(np.uint32)) >> 16
     return value
 
@@ -127,9 +132,9 @@ COLUMNS = "context_lengths", "is_open", "created", "last_used", "num_uses"
 
 
 def with_metadata(cache, group=0, **changes):
-    """A cache with other metadata arrays, given as numpy has them.
+    """Return a cache with other metadata arrays, in numpy's layout.
 
-    Each is known by its name: of the sequences, of a group of layers, or the index.
+    Names are those of the sequences, of a group of layers, or of the index.
     """
     metadata = cache.metadata
     for name, value in jax.tree.map(jnp.asarray, changes).items():
@@ -149,17 +154,17 @@ def with_metadata(cache, group=0, **changes):
     return cache.with_metadata(metadata)
 
 
-# The verbs, their requests padded.
+# Verbs with padded requests.
 
 
 class Step(NamedTuple):
-    """The results of `append`, without the padding, and the batch itself."""
+    """The results of `append` without the padding, and the batch itself."""
 
-    status: np.ndarray  # i32[B], likewise all up to `context_lengths`
+    status: np.ndarray  # i32[B], as all up to `context_lengths`
     query_starts: np.ndarray
     query_lengths: np.ndarray
     context_lengths: np.ndarray
-    valid: np.ndarray  # bool[R], R rows that the requests own, likewise the rest
+    valid: np.ndarray  # bool[R], R rows of the requests, as all below
     positions: np.ndarray
     block_ids: np.ndarray  # of the first group of layers
     offsets: np.ndarray
@@ -167,7 +172,7 @@ class Step(NamedTuple):
 
 
 def allocate(cache, num_tokens, tokens=None, salts=0, keep_free=0):
-    """`jkv.allocate`, prompts as lists."""
+    """Call `jkv.allocate` with prompts as lists."""
     num_tokens = np.atleast_1d(num_tokens)
     count = len(num_tokens if tokens is None else tokens)
     num_tokens = np.broadcast_to(num_tokens, count)
@@ -179,13 +184,13 @@ def allocate(cache, num_tokens, tokens=None, salts=0, keep_free=0):
 
 
 def match(cache, tokens, salts=0):
-    """`jkv.match`, prompts as lists."""
+    """Call `jkv.match` with prompts as lists."""
     found = jkv.match(cache, prompts(tokens), _padded(salts, len(tokens), 0))
     return found.tolist()[: len(tokens)]
 
 
 def append(cache, seq_ids, num_tokens=1, tokens=None):
-    """`jkv.append`, the tokens of all rows as a list."""
+    """Call `jkv.append` with the tokens of all rows as a list."""
     seq_ids = np.atleast_1d(seq_ids)
     count = len(seq_ids)
     counts = _padded(num_tokens, count, 0)
@@ -230,7 +235,7 @@ def reorder(cache, seq_ids, parents):
 
 
 def prompts(rows):
-    """Prompts as `jkv` takes them: i32[WIDTH, PROMPT]."""
+    """Return padded prompts, i32[WIDTH, PROMPT]."""
     padded = [_padded(row, None, -1, PROMPT) for row in rows]
     return np.array(padded + [[-1] * PROMPT] * (WIDTH - len(rows)), np.int32)
 
@@ -243,7 +248,7 @@ def _call(verb, cache, seq_ids, *others):
 
 
 def _padded(values, count, padding, width=WIDTH):
-    """Values as i32[width]; a number holds for the first `count`."""
+    """Return values as i32[width]; a scalar applies to the first `count`."""
     values = np.asarray(values, np.int64)
     if values.ndim == 0:
         values = np.broadcast_to(values, count)
@@ -256,7 +261,7 @@ def _without_padding(result, count):
     return jax.tree.map(lambda array: np.asarray(array)[:count], result)
 
 
-# Contents, and reading them back.
+# Contents.
 
 
 def write_tokens(cache, step, contents):
@@ -280,14 +285,14 @@ def write_tokens(cache, step, contents):
 
 
 def grow(cache, seq_id, contents):
-    """Append and write the given numbers to one sequence; it must be served."""
+    """Append and write the given numbers to one sequence, without refusal."""
     cache, step = append(cache, seq_id, len(contents))
     jkv.raise_for_status(step.status)
     return write_tokens(cache, step, contents)
 
 
 def stored_tokens(cache, seq_id):
-    """The numbers that `write_tokens` stored, read back layer by layer."""
+    """Return the numbers that `write_tokens` stored, checked in every layer."""
     numbers = None
     for layer in range(cache.num_layers):
         keys, values, length = jax.device_get(jkv.read(cache, layer, seq_id))
@@ -300,55 +305,55 @@ def stored_tokens(cache, seq_id):
 
 
 def table(cache, seq_id, group=0):
-    """The block ids that a sequence has in a group of layers, as a list."""
+    """Return the block ids of a sequence in a group of layers, as a list."""
     blocks = jkv.block_ids(cache, seq_id, group=group).tolist()
     nothing = cache.metadata.groups[group].num_blocks
     return [block for block in blocks if block != nothing]
 
 
 def tables(cache):
-    """The block ids of all sequences."""
+    """Return the block ids of all sequences."""
     return [table(cache, seq_id) for seq_id in range(cache.max_sequences)]
 
 
 def ring_order(cache, group=0):
-    """The free blocks in the order in which they will be handed out."""
+    """Return the free blocks in allocation order."""
     found = []
     for ring in jax.device_get(cache.metadata.block_groups[group].free_blocks).by_class:
         head, span = ring.bounds[:2].tolist()
         places = (head + np.arange(span)) % ring.ids.size
         blocks = ring.ids[places]
-        if ring.indices is not None:  # holes left out
+        if ring.indices is not None:  # without holes
             blocks = blocks[ring.indices[blocks] == places]
         found += blocks.tolist()
     return found
 
 
 def free_count(cache, group=None):
-    """How many blocks can be handed out: in a group of layers, or in each."""
+    """Return the number of free blocks in a group of layers, or in each."""
     if group is None:
         return int(jkv.num_free_blocks(cache))
     return int(cache.metadata.groups[group].free_blocks.count)
 
 
 def lengths(cache):
-    """The context lengths of all sequences."""
+    """Return the context lengths of all sequences."""
     return cache.metadata.context_lengths.tolist()
 
 
 def names(status):
-    """Statuses by their names."""
+    """Return the names of statuses."""
     return [jkv.Status(code).name for code in np.asarray(status).tolist()]
 
 
 def refusal_counts(cache):
-    """How often each status was given as a reason, as Python ints."""
+    """Return the refusal count of each status, as Python ints."""
     words = np.asarray(cache.metadata.refusals).astype(np.uint32)
     return [int(low) + (int(high) << 32) for low, high in words]
 
 
 def without_refusals(cache):
-    """Copies of all leaves as bytes on the host, the refusal counters left out."""
+    """Return all leaves as bytes on the host, without the refusal counters."""
     metadata, storage = jax.device_get((cache.metadata, cache.storage))
     counters = metadata.sequences.counters.copy()
     counters[: len(jkv.Status)] = 0
@@ -358,12 +363,12 @@ def without_refusals(cache):
 
 
 def assert_unchanged(before, after):
-    """All but the refusal counters is the same to the bit."""
+    """Assert that all leaves except the refusal counters are bit-identical."""
     assert without_refusals(before) == without_refusals(after)
 
 
 def assert_refused(before, answer, *statuses):
-    """A verb answered with these causes, and changed nothing."""
+    """Assert that a verb refused with these statuses and changed nothing."""
     after, result = answer
     assert names(getattr(result, "status", result)) == list(statuses)
     assert_unchanged(before, after)

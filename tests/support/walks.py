@@ -1,10 +1,9 @@
-"""Walks: the functions of jkv that run behind each front door, first calls included.
+"""List the functions of jkv that run behind each entry point, first calls included.
 
-    python tests/support/walks.py [DOOR]      files and lines, a file each for one door
+    python tests/support/walks.py [DOOR]      files and lines, or the files of one door
 
-A reader reads the lines that run, not the imports. As a module `list_walks` returns the
-lines that run in each file; it is called in a process of its own, as traces of earlier
-calls are not repeated.
+It counts executed functions, not imports. `list_walks` returns the executed lines of
+each file; it runs in a separate process, as traces of earlier calls are not repeated.
 """
 
 import json
@@ -20,9 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-import jkv.jitted  # imports are no part of a walk
+import jkv.jitted  # imports are not counted
 from jkv.grammar import Vocabulary, from_json_schema
 from jkv.serving import Engine
+
+for _package in (jkv, jkv.decoding):  # some names are imported on first use
+    for _name in _package.__all__:
+        getattr(_package, _name)
 
 PACKAGE = pathlib.Path(jkv.__file__).parent
 SIZES = dict(
@@ -39,12 +42,12 @@ QUERIES = np.ones((2, 4, 16), np.float32)
 
 
 def make_cache() -> jkv.Cache:
-    """Make a plain cache."""
+    """Create a plain cache."""
     return jkv.init(jkv.CacheConfig(**SIZES))
 
 
 def fill() -> tuple[jkv.Cache, Any, jkv.Batch]:
-    """Write a token of two sequences."""
+    """Write one token of two sequences."""
     cache, opened = jkv.allocate(make_cache(), [0, 0])
     cache, batch = jkv.append(cache, opened.seq_ids)
     rows = jnp.asarray(ROWS)
@@ -81,7 +84,7 @@ def generate() -> None:
 
 
 def serve() -> None:
-    """Serve a request, from its submission to its result."""
+    """Serve a request, from submission to result."""
     engine = Engine(
         count_on,
         None,
@@ -103,7 +106,7 @@ def compile_schema() -> None:
 
 
 def list_walks() -> dict[str, dict[str, int]]:
-    """Return the lines of the functions that run in each file, for each door."""
+    """Return the lines of the executed functions in each file, for each entry point."""
     ran: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:

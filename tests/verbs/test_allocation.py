@@ -1,4 +1,4 @@
-"""allocate and free: rows and blocks handed out in order, and taken back."""
+"""Tests of allocate and free: order of rows and blocks, reservations, refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -75,22 +75,22 @@ class TestAllocate:
         cache, _ = allocate(cache, 12)
         assert table(cache, 2) == [7, 2, 0]
 
-    def test_an_exhausted_pool_answers(self):
-        cache = with_free_blocks(opened(4), 0)  # one row is left
+    def test_an_exhausted_pool_refuses_requests(self):
+        cache = with_free_blocks(opened(4), 0)  # one row is free
         assert not np.asarray(jkv.can_allocate(cache, np.full(4, 1, np.int32))).any()
         assert_refused(cache, allocate(cache, [1, 14, 4]), *["OUT_OF_BLOCKS"] * 3)
         assert_refused(cache, append(cache, 0), "OUT_OF_BLOCKS")
         cache, _ = free(cache, 0)
         assert free_count(cache) == 1
 
-    def test_blocks_promised_to_others_are_left_alone(self):
+    def test_blocks_reserved_by_others_are_not_allocated(self):
         cache, result = allocate(small_cache(), [4, 8, 0, 4], keep_free=6)
         assert names(result.status) == ["OK", "OUT_OF_BLOCKS", "OK", "OUT_OF_BLOCKS"]
         assert free_count(cache) == 7
         before = cache
         assert_refused(before, allocate(before, 4, keep_free=7), "OUT_OF_BLOCKS")
 
-    def test_up_to_the_longest_context(self):
+    def test_a_reservation_up_to_the_longest_context(self):
         _, result = allocate(small_cache(), [14, 15])
         assert names(result.status) == ["OK", "CONTEXT_FULL"]
 
@@ -112,7 +112,7 @@ class TestAllocate:
         assert jkv.num_free_blocks(opened(5)).shape == ()
         assert free_count(opened(5)) == 6
 
-    def test_block_zero_is_a_block_like_any_other(self):
+    def test_block_zero_is_an_ordinary_block(self):
         cache = opened(0, 4)
         assert table(cache, 1) == [0]
         assert jkv.block_ids(cache, 0).tolist() == [8] * 4
@@ -122,7 +122,7 @@ class TestAllocate:
         cache, _ = free(cache, 2)
         assert free_count(cache) == 8
 
-    def test_no_block_is_handed_out_twice(self):
+    def test_no_block_is_allocated_twice(self):
         cache = small_cache()
         rng = np.random.default_rng(3)
         for _ in range(60):
@@ -155,7 +155,7 @@ class TestFree:
             assert free_count(cache) == blocks_free
             jkv.check(cache)
 
-    def test_all_owners_in_one_call(self):
+    def test_a_shared_block_is_freed_if_all_sequences_are_freed_in_one_call(self):
         cache, _ = fork(opened(8), 0)
         cache, _ = free(cache, [1, 0])
         assert free_count(cache) == 8
@@ -183,7 +183,7 @@ class TestFree:
         cache, _ = jax.lax.while_loop(lambda carry: (carry[1] >= 0).any(), step, start)
         assert free_count(cache) == 8 and not np.asarray(cache.metadata.is_open).any()
         assert refusal_counts(cache) == [0] * 7
-        # Cleaning up again is harmless.
+        # Freeing again is refused and changes nothing.
         assert_refused(cache, free(cache, [0, 1, 2]), *["INVALID_SEQUENCE"] * 3)
 
 
@@ -201,7 +201,7 @@ def test_ten_thousand_cycles_end_with_the_full_pool():
     assert free_count(cache) == 8
     assert not np.asarray(cache.metadata.is_open).any()
     assert not np.asarray(cache.metadata.groups[0].reference_counts).any()
-    # Some truncations requested more tokens than there were; nothing else went wrong.
+    # Some truncations exceeded the length; no other refusal occurred.
     assert set(np.flatnonzero(refusal_counts(cache))) == {Status.INVALID_ARGUMENT}
     jkv.check(cache)
 
@@ -229,7 +229,7 @@ def test_sequences_are_isolated_after_churn():
 
 
 def test_metadata_without_storage():
-    """Decisions are the same; functions that need contents raise errors."""
+    """Metadata operations agree; functions that need contents raise errors."""
     bare, full = jkv.init(small_config(), storage=False), small_cache()
     assert bare.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(bare.metadata))
     for verb, *arguments in (

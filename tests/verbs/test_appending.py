@@ -1,4 +1,4 @@
-"""append: the rows of a step, and blocks taken exactly when a token has no room."""
+"""Tests of append: the rows of a step, and the allocation of new blocks."""
 
 import numpy as np
 import pytest
@@ -34,8 +34,8 @@ def num_taken(cache):
 
 
 class TestRows:
-    def test_know_when_they_decode(self):
-        """From the call, not from values: attention then leaves prefill out."""
+    def test_decode_steps_are_recognized_at_trace_time(self):
+        """`is_decoding` follows from shapes, so that attention omits prefill."""
         cache = opened(1, 2)
         ids, ones = i32(0, 1), i32(1, 1)
         for arguments, options, expected in (
@@ -64,7 +64,7 @@ class TestRows:
         assert batch.valid.shape == (3,)
         assert batch.query_lengths.tolist() == [1, 1, 1]
 
-    def test_of_refused_requests_and_padding_stay_theirs(self):
+    def test_of_refused_requests_and_padding_are_still_reserved(self):
         _, batch = jkv.append(
             opened(3, 3), i32(9, -1, 0, 1), i32(2, 3, -4, 1), capacity=8
         )
@@ -84,7 +84,7 @@ class TestRows:
         assert names(step.status) == ["OK", "OK"]
         assert step.query_starts.tolist() == [0, 0]
 
-    def test_past_the_last_one_the_batch_is_full(self):
+    def test_requests_past_the_capacity_are_refused(self):
         _, batch = jkv.append(opened(3, 3), i32(0, 1, -1), i32(2, 2, 0), capacity=3)
         assert names(batch.status) == ["OK", "BATCH_FULL", "OK"]
         assert batch.context_lengths.tolist() == [5, 3, 0]
@@ -103,13 +103,13 @@ class TestRows:
         assert batch.valid.tolist() == [True, True, False, False, True, False]
         assert int(batch.last_rows[0]) == 1 and int(batch.last_rows[2]) == 4
 
-    def test_that_are_invalid_have_no_slot(self):
+    def test_invalid_rows_have_no_slot(self):
         _, batch = jkv.append(opened(3), i32(-1, 0, 9))
         assert batch.block_ids.tolist() == [8, 0, 8]
         assert batch.seq_ids.tolist() == [-1, 0, 9]  # as requested
 
 
-def test_context_lengths_of_requests_not_served():
+def test_context_lengths_of_refused_requests():
     cache = opened(3, 6)
     seq_ids, counts = i32(1, -1, 7, 0), i32(15, 1, 1, -1)
     _, batch = jkv.append(cache, seq_ids, counts, capacity=8)
@@ -127,7 +127,7 @@ def test_context_lengths_of_requests_not_served():
     ids=["", "capacity", "padded"],
 )
 def test_no_requests_are_a_step_of_padding(changes, options, num_rows):
-    """As other verbs take none, the step of a queue that is empty does nothing."""
+    """An empty batch of requests is accepted, such as a step of an empty queue."""
     cache = opened(3, 6, **changes)
     after, batch = jkv.append(cache, [], **options)
     assert batch.num_rows == num_rows
@@ -154,7 +154,7 @@ class TestBlocks:
             if num_taken(cache) != before:
                 assert num_taken(cache) == before + 1
                 blocks_at.append(position)
-            # The new block's first slot is the one just handed out.
+            # The first slot of the newly allocated block.
             assert step.block_ids.tolist() == [position // block_size]
             assert step.offsets.tolist() == [position % block_size]
         assert blocks_at == list(range(0, last, block_size))
@@ -170,7 +170,7 @@ class TestBlocks:
         assert table(cache, 0) == list(range(expected))
         assert num_taken(cache) == expected
         assert stored_tokens(cache, 0) == list(range(length))
-        # One more token takes a block only from a full one.
+        # Appending one more token allocates a block only if the last one is full.
         cache, _ = append(cache, 0)
         assert num_taken(cache) == expected + (length % block_size == 0)
         jkv.check(cache)

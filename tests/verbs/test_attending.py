@@ -1,4 +1,4 @@
-"""attend: the tokens of the cache that a step sees."""
+"""Tests of attend on the tokens of a cache."""
 
 import functools
 
@@ -19,14 +19,14 @@ from support.small_caches import (
 
 import jkv
 
-# Compiled once for all tests and all windows.
+# Compiled once for all tests and windows.
 attend = jax.jit(jkv.attend, static_argnames="scale")
 QUERIES = np.random.default_rng(0).standard_normal((ROWS, 2, 2)).astype(np.float32)
 NUMBERS = np.random.default_rng(1).standard_normal(ROWS).astype(np.float32)
 
 
 def advance(cache, seq_ids, counts, numbers=NUMBERS):
-    """Append and write; returns the cache and the batch."""
+    """Append and write; return the cache and the batch."""
     cache, step = append(cache, seq_ids, counts)
     return write_tokens(cache, step, numbers), step.batch
 
@@ -37,7 +37,7 @@ def attended(cache, batch, queries=QUERIES, **options):
 
 @pytest.mark.one_end
 def test_is_causal_up_to_its_own_position():
-    # One call over five tokens equals five calls over one.
+    # One call with five tokens equals five calls with one.
     together = attended(*advance(opened(0), 0, 5))
     cache = opened(0)
     for row in range(5):
@@ -77,7 +77,7 @@ def test_returns_the_dtype_of_the_queries(dtype):
 
 def test_a_window_counts_its_token_and_may_be_traced():
     cache, batch = advance(opened(3), 0, 1)
-    newest = np.asarray(jkv.read(cache, 0, 0)[1])[3]  # [K, D] of the one token seen
+    newest = np.asarray(jkv.read(cache, 0, 0)[1])[3]  # [K, D] of the only visible token
     queries = np.ones((ROWS, 2, 2), np.float32)
     traced = {
         window: attended(cache, batch, queries, window=np.int32(window))[0]
@@ -85,9 +85,9 @@ def test_a_window_counts_its_token_and_may_be_traced():
     }
     np.testing.assert_allclose(traced[1], np.repeat(newest, 2, 0), atol=1e-6)
     for window in (1, 2):
-        told = np.asarray(jkv.attend(cache, 0, batch, queries, window=window))[0]
-        np.testing.assert_allclose(traced[window], told, atol=1e-6)
-    # Four tokens are all there are.
+        given = np.asarray(jkv.attend(cache, 0, batch, queries, window=window))[0]
+        np.testing.assert_allclose(traced[window], given, atol=1e-6)
+    # The sequence has only four tokens.
     np.testing.assert_array_equal(traced[4], traced[9])
     np.testing.assert_allclose(traced[9], attended(cache, batch, queries)[0], atol=1e-6)
     assert np.abs(traced[1] - traced[2]).max() > 1e-3
@@ -107,7 +107,7 @@ def test_attention_is_independent_of_block_order():
     expected = attended(*advance(opened(0), 0, 10))
     worn, _ = free(opened(4, 8, 4), [1, 0, 2])
     worn, result = allocate(worn, 0)
-    worn, _ = append(worn, result.seq_ids, 14)  # runs around the ring
+    worn, _ = append(worn, result.seq_ids, 14)  # wraps around the ring
     worn, _ = free(worn, result.seq_ids)
     worn, result = allocate(worn, 0)
     worn, batch = advance(worn, result.seq_ids, 10)
@@ -128,12 +128,12 @@ def test_query_head_h_reads_kv_head_h_over_group():
 
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.one_end
-def test_nan_of_a_token_stays_where_it_is_allowed(name):
-    """In a key only rows that see it, in a value rows of its own request alone."""
+def test_nan_spreads_only_to_rows_that_may_read_it(name):
+    """A NaN key affects rows that attend to it; a NaN value, rows of its request."""
     cache, step = append(opened(3, 5), [0, 1], [4, 3])
     clean = np.ones((ROWS, 1, 2), np.float32)
     bad = clean.copy()
-    bad[2] = np.nan  # of the third of four rows of sequence 0
+    bad[2] = np.nan  # third of the four rows of sequence 0
     rows = dict(keys=clean, values=clean) | {name: bad}
     cache = jkv.write(cache, 0, step.batch, **rows)
     found = np.isnan(attended(cache, step.batch)).any(axis=(1, 2))

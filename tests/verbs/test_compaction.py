@@ -1,4 +1,4 @@
-"""compact and resize: new ids for blocks, the same sequences, bit for bit."""
+"""Tests of compact and resize: block ids change, contents are bit-identical."""
 
 import functools
 import logging
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import random_operations
+from support.caches import random_operations
+from support.caches.random_reuse import ReuseGame, make_reuse_verbs
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import further
-from support.random_reuse import ReuseGame, make_reuse_verbs
 from support.small_caches import (
     allocate,
     append,
@@ -45,7 +45,7 @@ NUM_ROWS = 17
 
 
 def step(cache, rng, seq_ids, counts):
-    """Append and write random rows; returns the cache and the batch."""
+    """Append and write random rows; return the cache and the batch."""
     rows = sum(counts)
     padding = 5 - len(seq_ids)
     cache, batch = jkv.append(
@@ -65,7 +65,7 @@ def step(cache, rng, seq_ids, counts):
 
 @functools.cache
 def churned(dtype=jnp.float32, **changes):
-    """Four sequences, two of them sharing, with holes between their blocks."""
+    """Return four sequences, two sharing blocks, with free blocks between them."""
     cache = small_cache(
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
@@ -77,7 +77,7 @@ def churned(dtype=jnp.float32, **changes):
     rng = np.random.default_rng(5)
     cache, _ = allocate(cache, [0] * 4)
     cache, _ = allocate(cache, 0)
-    for _ in range(4):  # interleaved: no sequence has consecutive blocks
+    for _ in range(4):  # interleaved, so that no sequence has consecutive blocks
         cache, _ = step(cache, rng, [0, 1, 2, 3, 4], [3, 5, 4, 2, 3])
     cache, _ = free(cache, [1, 3])
     cache, _ = fork(cache, [2])
@@ -88,7 +88,7 @@ def churned(dtype=jnp.float32, **changes):
 
 @jax.jit
 def read_all(cache):
-    """Keys, values and length of every sequence in every layer."""
+    """Return keys, values and length of every sequence in every layer."""
     of_sequences = jax.vmap(jkv.read, (None, None, 0))
     counts = cache.num_layers, cache.max_sequences
     ids = [np.arange(count, dtype=np.int32) for count in counts]
@@ -96,7 +96,7 @@ def read_all(cache):
 
 
 def contents(cache):
-    """The valid part of the same, as bytes."""
+    """Return the valid part of `read_all`, as bytes."""
     keys, values, lengths = jax.device_get(read_all(cache))
     return [
         (length, keys[place][:length].tobytes(), values[place][:length].tobytes())
@@ -105,7 +105,7 @@ def contents(cache):
 
 
 def attention(cache, counts, implementation):
-    """Outputs of one more step of all open sequences, all layers, as bytes."""
+    """Return the outputs of one more step in all layers, as bytes."""
     rng = np.random.default_rng(8)
     seq_ids = np.flatnonzero(np.asarray(cache.metadata.is_open)).tolist()
     cache, batch = step(cache, rng, seq_ids, counts)
@@ -117,7 +117,7 @@ def attention(cache, counts, implementation):
 
 @functools.partial(jax.jit, static_argnums=3)
 def attend_all(cache, batch, queries, implementation):
-    """Attend in all layers, [L, R, H, D]."""
+    """Attend in all layers; return [L, R, H, D]."""
     layers = [
         jkv.attend(cache, layer, batch, queries, implementation=implementation)
         for layer in range(cache.num_layers)
@@ -126,10 +126,11 @@ def attend_all(cache, batch, queries, implementation):
 
 
 class TestFragmentation:
-    def test_by_hand(self):
+    def test_fragmentation_equals_hand_computed_values(self):
         # Blocks 0 to 3 hold sequences 0 (6 tokens) and 1 (5). The fork of 1 shares
-        # block 2 and gets block 4. Sequence 0 goes: blocks 2, 3 and 4 are live, with
-        # 4 + 1 + 1 of 12 slots filled, 4 table entries, 2 of the 5 blocks 0 to 4 free.
+        # block 2 and gets block 4. After freeing sequence 0, blocks 2, 3 and 4 are
+        # live: 4 + 1 + 1 of 12 slots filled, 4 table entries, 2 of the blocks 0 to 4
+        # free.
         cache, _ = fork(opened(6, 5), [1])
         cache, _ = free(cache, [0])
         assert [table(cache, row) for row in (1, 2)] == [[2, 3], [2, 4]]
@@ -149,7 +150,7 @@ class TestFragmentation:
         cache = grow(cache, 0, range(6))
         assert jkv.fragmentation(cache).internal == 0.25
 
-    def test_compacting_cures_the_spread_alone(self):
+    def test_compacting_removes_only_the_spread(self):
         cache = churned()
         before, after = (jkv.fragmentation(c) for c in (cache, jkv.compact(cache)))
         assert before.spread > 0.3 and after.spread == 0.0
@@ -168,7 +169,7 @@ class TestFragmentation:
 
 
 class TestCompact:
-    def test_picture(self):
+    def test_block_ids_after_compaction(self):
         cache = opened(6, 5, 9)  # blocks 01, 23, 456; 7 is free
         cache, _ = fork(cache, [1])  # 2 is shared, 7 a copy of 3
         cache, _ = free(cache, [0])  # 1 is free, then 0
@@ -193,7 +194,7 @@ class TestCompact:
             assert not row or row == list(range(row[0], row[0] + len(row)))
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_contents_stay_bit_for_bit(self, dtype):
+    def test_contents_stay_bit_identical(self, dtype):
         cache = churned(dtype)
         compacted = jkv.compact(cache)
         jkv.check(compacted)
@@ -203,12 +204,12 @@ class TestCompact:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
     @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [3, 1, 5, 2]])
-    def test_attention_stays_bit_for_bit(self, counts, implementation, dtype):
+    def test_attention_stays_bit_identical(self, counts, implementation, dtype):
         cache = churned(dtype)
         compacted = jkv.compact(cache)
         expected = attention(cache, counts, implementation)
         assert attention(compacted, counts, implementation) == expected
-        # A wrong permutation or length would give another result.
+        # A wrong permutation or length would change the result.
         unmoved = compacted.with_storage(cache.storage)
         assert attention(unmoved, counts, implementation) != expected
         lengths = np.array(compacted.metadata.context_lengths)
@@ -216,20 +217,20 @@ class TestCompact:
         shorter = with_metadata(compacted, context_lengths=lengths)
         assert attention(shorter, counts, implementation) != expected
 
-    def test_blocks_are_handed_out_in_the_same_order(self):
+    def test_blocks_are_allocated_in_the_same_order(self):
         cache = churned()
         order, taken = ring_order(cache), tables(cache)
         compacted = jkv.compact(cache)
         live = cache.num_blocks - len(order)
         assert ring_order(compacted) == list(range(live, cache.num_blocks))
-        # Free block i of the ring is now block live + i: the contents tell.
+        # Free block i of the ring is now block live + i, as the contents show.
         keys, moved = (
             np.asarray(each.storage[0].key_pool) for each in (cache, compacted)
         )
         np.testing.assert_array_equal(keys[:, order], moved[:, live:])
-        assert taken == tables(cache)  # and the old value is as it was
+        assert taken == tables(cache)  # the old value is unchanged
 
-    def test_counted_with_the_clock(self):
+    def test_compactions_are_counted_and_advance_the_clock(self):
         cache = churned()
         clock = jkv.stats(cache).clock
         cache = jkv.compact(cache)
@@ -238,7 +239,7 @@ class TestCompact:
         stats = jkv.stats(cache)
         assert (stats.compactions, stats.last_compaction) == (3, clock + 1)
         assert stats.clock == clock + 1
-        # A full ring, an empty ring and the peak survive.
+        # A full ring, an empty ring and the peak are preserved.
         assert stats.peak_blocks == jkv.stats(churned()).peak_blocks
 
     @pytest.mark.parametrize("lengths", [(), (12, 12, 8), (14, 14)])
@@ -300,7 +301,7 @@ class TestCompact:
             for pool in jax.tree.leaves(cache.storage)
         ]
         memory = compiled.memory_analysis()
-        # Every array goes out where it came in; scratch is a layer of the larger pool.
+        # All arrays are aliased; the scratch is one layer of the larger pool.
         assert memory.alias_size_in_bytes >= sum(pools)
         assert memory.temp_size_in_bytes < 1.05 * max(pools) / config.num_layers
 
@@ -312,7 +313,7 @@ class TestResize:
         grown = jkv.resize(cache, num_blocks)
         jkv.check(grown)
         assert tables(grown) == tables(cache) and contents(grown) == contents(cache)
-        # The new blocks are the first to be taken.
+        # The new blocks are allocated first.
         new = list(range(24, num_blocks))
         assert ring_order(grown) == new + ring_order(cache)
         assert not np.asarray(grown.storage[0].key_pool)[:, 24:].any()
@@ -414,7 +415,7 @@ A, B, C = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9], [7, 7, 7, 7, 6, 6,
 def open_prompt(cache, prompt, salt=0):
     """Open a sequence for a prompt, and compute its uncached tokens.
 
-    A token's content is its id. Returns the cache, the sequence and the cached length.
+    A token's content is its id. Return the cache, the sequence and the cached length.
     """
     cache, opened = allocate(cache, 0, tokens=[prompt], salts=salt)
     jkv.raise_for_status(opened.status)
@@ -426,7 +427,7 @@ def open_prompt(cache, prompt, salt=0):
 
 
 def found_of(cache, *prompts, salt=0):
-    """How many tokens of each prompt, and one more, would be found."""
+    """Return the number of cached tokens of each prompt with one more token."""
     longer = [[*prompt, 0] for prompt in prompts]
     return sum(
         (match(cache, longer[i : i + 4], salt) for i in range(0, len(longer), 4)), []
@@ -435,7 +436,7 @@ def found_of(cache, *prompts, salt=0):
 
 @functools.cache
 def reused(**changes):
-    """B holds blocks 0, shared by A before, and 2; cached are 1 of A, 4 and 3 of C."""
+    """Return a cache: B holds blocks 0 (shared by A) and 2; 1, 4 and 3 are cached."""
     cache = small_cache(prefix_caching=True, **changes)
     for prompt in (A, B, C):
         cache, _, _ = open_prompt(cache, prompt)
@@ -446,7 +447,7 @@ def reused(**changes):
 
 
 class TestPrefixIndex:
-    def test_the_cache_of_these_tests(self):
+    def test_the_cache_shared_by_these_tests(self):
         cache = reused()
         assert tables(cache) == [[], [0, 2], [], []]
         assert ring_order(cache) == [5, 6, 7, 1, 4, 3]
@@ -456,7 +457,7 @@ class TestPrefixIndex:
         assert (stats.prefix_queries, stats.prefix_hits) == (3, 4)
 
     def assert_true(self, cache, *prompts):
-        """Cached blocks hold the prompt's tokens, a step on."""
+        """Assert that cached blocks hold the prompts' tokens, by computing a step."""
         for prompt in prompts:
             (expected,) = found_of(cache, prompt)
             cache, seq_id, found = open_prompt(cache, prompt + [0])
@@ -470,20 +471,20 @@ class TestPrefixIndex:
         jkv.check(cache)
         assert tables(cache)[1] == [0, 1]
         assert ring_order(cache) == [2, 3, 4, 5, 6, 7]
-        # Whole blocks, and a part of one.
+        # Full blocks, and a partial hit.
         part = [7, 7, 7, 7, 6, 6, 5]
         assert found_of(cache, A, B, C, part) == [8, 8, 8, 6]
         assert found_of(cache, A, salt=1) == [0]
         assert jkv.stats(cache).cached_blocks == 3
         self.assert_true(cache, C, A, B, part)
 
-    def test_cached_blocks_still_go_in_their_order(self):
+    def test_cached_blocks_keep_their_eviction_order(self):
         cache = jkv.compact(reused())
         for expected in ([4, 8, 8], [4, 8, 4], [4, 8, 0]):
             cache = jkv.evict_cached(cache, 1)
             assert found_of(cache, A, B, C) == expected
 
-    def test_holes_in_the_ring_are_gone(self):
+    def test_holes_in_the_ring_are_removed(self):
         cache, opened = allocate(reused(), 0, tokens=[[*C, 0]])
         assert opened.num_cached.tolist() == [8]
         ring = cache.metadata.groups[0].free_blocks
@@ -506,7 +507,9 @@ class TestPrefixIndex:
             *further([(9, [8, 8, 8], 0), (3, [4, 8, 4], 2)]),
         ],
     )
-    def test_the_oldest_cached_blocks_go_first(self, num_blocks, expected, evicted):
+    def test_the_oldest_cached_blocks_are_evicted_first(
+        self, num_blocks, expected, evicted
+    ):
         before = reused()
         cache = jkv.resize(before, num_blocks)
         jkv.check(cache)
@@ -519,11 +522,11 @@ class TestPrefixIndex:
             self.assert_true(cache, C, A, B, [7, 7, 7, 7, 6, 6, 5])
         assert found_of(before, A, B, C) == [8, 8, 8]
 
-    def test_new_blocks_are_taken_before_cached_ones(self):
+    def test_new_blocks_are_allocated_before_cached_ones(self):
         cache = jkv.resize(reused(), 10)
         assert ring_order(cache) == [8, 9, 5, 6, 7, 1, 4, 3]
 
-    def test_sequences_go_on_committing_after_a_resize(self):
+    def test_sequences_continue_to_commit_after_a_resize(self):
         cache = jkv.resize(reused(), 20)
         more = [3, 3, 3, 3]
         cache, step = append(cache, 1, 4, tokens=more)
@@ -532,9 +535,7 @@ class TestPrefixIndex:
         assert found_of(cache, B + more) == [12]
 
     @pytest.mark.parametrize("num_blocks", [40, *further([90])])
-    def test_a_full_row_of_the_new_tables_costs_hits_only(
-        self, num_blocks, monkeypatch
-    ):
+    def test_a_full_row_of_the_new_index_only_loses_hits(self, num_blocks, monkeypatch):
         cache = small_cache(
             num_blocks=64, max_sequences=30, max_context_length=12, prefix_caching=True
         )
@@ -547,27 +548,28 @@ class TestPrefixIndex:
         monkeypatch.setattr(
             hash_tables,
             "row_of",
-            lambda table, hashes: (
-                row(table, hashes) * (0 if table.shape[0] == num_blocks else 1)
+            lambda index, hashes: (
+                row(index, hashes) * (0 if index.num_blocks == num_blocks else 1)
             ),
         )
-        # No other test has pools of these sizes with as many rows, compiled or to be.
+        # A pool size of its own, so that no compiled program is shared with other
+        # tests.
         cache = jkv.resize(cache, num_blocks)
         jkv.check(cache)
         found = found_of(cache, *prompts)
         stats = jkv.stats(cache)
         assert sum(found) == 4 * (stats.cached_blocks + stats.pinned_blocks) > 0
-        assert stats.cached_blocks + stats.pinned_blocks <= 8
+        assert stats.cached_blocks + stats.pinned_blocks <= 12
         assert stats.evicted_blocks == 14 - stats.cached_blocks
 
-    def test_a_permutation_names_every_block_once(self):
+    def test_a_permutation_contains_every_block_once(self):
         cache, _, _ = open_prompt(reused(), C + [0])
         blocks, live = in_order(cache.metadata.groups[0])
         assert sorted(blocks.tolist()) == list(range(8)) and int(live) == 5
 
 
 class ResizingGame(ReuseGame):
-    """Random operations with prompts, and now and then a pool of another size."""
+    """Random operations with prompts, interleaved with resizes of the pool."""
 
     num_resizes = num_refused = 0
 
@@ -588,9 +590,9 @@ class ResizingGame(ReuseGame):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [43, *further([44])])
 def test_random_operations_between_resizes(seed):
-    """Contents and order after each are the oracle's, at every size."""
+    """Contents and eviction order equal the oracle's at every size."""
     verbs = make_reuse_verbs("eager")
-    # One trace for each size, not for all.
+    # One trace per size.
     verbs["read_all"] = jax.jit(random_operations.read_all)
     game = ResizingGame((15, 2, 5, 9), verbs, seed)
     game.play(num_operations=35)

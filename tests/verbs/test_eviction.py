@@ -1,7 +1,8 @@
-"""touch, evict: which sequences were used longest ago, and go first."""
+"""Tests of touch and evict: least recently used sequences are evicted first."""
 
 import numpy as np
 import pytest
+from support.models.windowed_model import count_free, grouped_cache
 from support.small_caches import (
     allocate,
     append,
@@ -12,7 +13,6 @@ from support.small_caches import (
     stored_tokens,
     touch,
 )
-from support.windowed_model import count_free, grouped_cache
 
 import jkv
 
@@ -46,18 +46,18 @@ def test_created_last_used_and_number_of_uses():
     assert int(jkv.clock(cache)) == 5
     assert cache.metadata.sequences.last_used.tolist()[:2] == [5, 4]
     assert cache.metadata.sequences.num_uses.tolist()[:2] == [2, 1]
-    # A parent is used by its fork; the child is new.
+    # Forking uses the parent; the child is new.
     cache, _ = fork(cache, 1)
     assert cache.metadata.sequences.last_used.tolist()[:3] == [5, 6, 6]
     assert cache.metadata.sequences.num_uses.tolist()[:3] == [2, 2, 0]
-    # Looking, writing and being refused use nothing.
+    # Reading, writing and refusals are not uses.
     before = cache.metadata.sequences.last_used.tolist()
     cache, _ = append(cache, 0, -1)
     jkv.read(cache, 0, 0)
     assert cache.metadata.sequences.last_used.tolist() == before
 
 
-def test_least_recently_used_go_until_enough_is_free():
+def test_least_recently_used_are_evicted_until_enough_is_free():
     cache = opened(8, 4, 8, 4)  # 2 + 1 + 2 + 1 blocks of 8
     cache, _ = touch(cache, 0)
     order = jkv.least_recently_used(cache, 4, exclude=NOBODY)
@@ -67,7 +67,7 @@ def test_least_recently_used_go_until_enough_is_free():
     after, evicted = evict(cache, 4, 2)
     assert evicted == [1, 3, -1, -1] and free_count(after) == 4
     jkv.check(after)
-    # Nobody goes if there is enough; nobody is left if there is too little.
+    # Nothing is evicted if enough is free; everything is if the pool is too small.
     assert evict(cache, 2)[1] == [-1] * 4
     after, evicted = evict(cache, 99, 0)
     assert evicted == [1, 2, 3, -1] and free_count(after) == 6
@@ -81,7 +81,7 @@ def test_exclude_protects_one_sequence_or_none():
     assert jkv.evict(cache, 99, protect=0)[1].tolist() == [1, -1, -1, -1]
 
 
-def test_refused_evict_retry():
+def test_a_refused_request_succeeds_after_eviction():
     cache = opened(8, 8, 8)
     cache, refused = allocate(cache, 12)
     assert names(refused.status) == ["OUT_OF_BLOCKS"]
@@ -93,13 +93,13 @@ def test_refused_evict_retry():
     jkv.check(cache)
 
 
-def test_shared_blocks_come_free_with_the_last_owner():
+def test_shared_blocks_are_freed_with_their_last_sequence():
     cache, _ = fork(opened(8), 0)
     after, evicted = evict(cache, 7)
     assert evicted == [0, 1, -1, -1] and free_count(after) == 8
 
 
-def test_sequences_of_an_age_are_evicted():
+def test_sequences_above_an_age_are_evicted():
     cache = opened(8, 4, 4)
     for _ in range(3):
         cache, _ = touch(cache, 1)
@@ -115,13 +115,13 @@ def test_sequences_of_an_age_are_evicted():
             jkv.evict_older_than(cache, age)
 
 
-def test_each_group_has_the_blocks_that_are_wanted():
-    # 40 tokens are 10 blocks of group 0, and the 3 that a window of 8 tokens needs.
+def test_each_group_has_the_requested_free_blocks():
+    # 40 tokens need 10 blocks of group 0, and 3 for a window of 8 tokens.
     cache = grouped_cache([40, 40, 4, 40])
     assert count_free(cache) == [13, 10]
     cache, evicted = jkv.evict(cache, 12)
     assert evicted.tolist()[:2] == [0, -1] and count_free(cache) == [23, 13]
-    # Group 0 has them, group 1 not yet.
+    # Group 0 has enough, group 1 not yet.
     cache, evicted = jkv.evict(cache, 15, protect=1)
     assert evicted.tolist()[:3] == [2, 3, -1] and count_free(cache) == [34, 17]
     jkv.check(cache)

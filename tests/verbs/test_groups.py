@@ -1,7 +1,7 @@
-"""Groups of layers: a pool of blocks for each window, and the same sequences in all.
+"""Tests of groups of layers: one block pool per window, the same sequences in all.
 
-Groups must give the same results as a plain cache, which keeps all tokens of all
-layers: the same statuses, lengths and positions, and the same attention of each layer.
+Groups must agree with a plain cache that keeps all tokens of all layers: statuses,
+lengths, positions and the attention of each layer.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ WIDTH, ROWS = 3, 8
 
 
 def grouped_config(num_blocks=(48, 16), **changes):
-    """Two layers that see everything, and two with a window of eight."""
+    """Return two full-attention layers and two with a window of eight."""
     sizes = SIZES | dict(num_layers=2, max_sequences=4, max_context_length=48) | changes
     full, windowed = num_blocks
     return jkv.GroupedConfig(
@@ -69,7 +69,7 @@ def allocate(cache, counts):
 
 @jax.jit
 def change(cache, kind, seq_ids, others):
-    """One of the verbs, by number: the others get padding."""
+    """Call one of the verbs by number; the other verbs get padding."""
 
     def ids(number):
         return jnp.where(kind == number, seq_ids, -1)
@@ -87,7 +87,7 @@ def same(found, expected):
 
 
 def test_groups_agree_with_one_cache():
-    """Random steps and changes; only rolling back below a window is refused more."""
+    """Random steps and verbs; only truncation below a window is refused more often."""
     rng = np.random.default_rng(3)
     plain, groups = plain_cache(), grouped_cache()
     assert groups.find_layer(2) == (1, 1) and groups.find_layer(3) == (0, 1)
@@ -110,11 +110,11 @@ def test_groups_agree_with_one_cache():
                 others = lengths[seq_ids] - rng.integers(0, 5, WIDTH)
                 others = others.astype(np.int32)
             after, found = change(groups, kind, seq_ids, others)
-            # Rolling back below the window is refused by groups alone.
+            # Only groups refuse to truncate below the window.
             below = np.asarray(found[3]) == jkv.Status.INVALID_ARGUMENT
             num_refused += below.sum()
-            told = np.where(below & (kind == 2), -1, seq_ids).astype(np.int32)
-            plain, expected = change(plain, kind, told, others)
+            ids = np.where(below & (kind == 2), -1, seq_ids).astype(np.int32)
+            plain, expected = change(plain, kind, ids, others)
             groups = after
             same(found[:3] + found[4:], expected[:3] + expected[4:])
             same(np.where(below, 0, found[3]), expected[3])
@@ -141,7 +141,7 @@ def test_groups_agree_with_one_cache():
 
 @pytest.mark.parametrize("num_blocks", [(24, 3), (3, 24)], ids=["windowed", "full"])
 def test_all_groups_serve_a_request_or_none(num_blocks):
-    """One pool has three blocks: the second sequence finds none for its second one."""
+    """One pool has three blocks: sequence 1 cannot get its second one."""
     cache = jkv.init(grouped_config(num_blocks), storage=False)
     cache, _ = jkv.allocate(cache, [0] * WIDTH)
     cache, _ = jkv.append(cache, [0, 1, -1], [4, 4, 0], capacity=ROWS)
@@ -157,7 +157,7 @@ def test_all_groups_serve_a_request_or_none(num_blocks):
 
 @pytest.mark.parametrize("num_blocks", [(24, 2), (2, 24)], ids=["windowed", "full"])
 def test_out_of_blocks_releases_the_row(num_blocks):
-    """One pool has two blocks, and two rows are free: as one cache answers, too."""
+    """One pool has two blocks and two rows are free: the statuses of a plain cache."""
     config = grouped_config(num_blocks, max_sequences=2)
     _, opened = jkv.allocate(jkv.init(config), [12, 0, 0])
     assert opened.status.tolist() == [jkv.Status.OUT_OF_BLOCKS, 0, 0]
@@ -165,7 +165,7 @@ def test_out_of_blocks_releases_the_row(num_blocks):
 
 
 def test_truncation_below_the_window_releases_the_row():
-    """Of a text of 24 tokens the windowed layers have the tokens from 12 on."""
+    """Of 24 tokens the windowed layers keep those from 12 on."""
     cache, _ = jkv.allocate(grouped_cache(), [0, 0, 0])
     for _ in range(6):
         cache, _ = jkv.append(cache, 0, 4, capacity=4)
@@ -176,8 +176,8 @@ def test_truncation_below_the_window_releases_the_row():
     jkv.check(cache)
 
 
-def test_lack_in_one_group_refuses_blocks_of_another():
-    """Sequence 0 needs blocks of both groups; 1 has all reserved but for its window."""
+def test_a_shortage_in_one_group_refuses_blocks_of_another():
+    """Sequence 0 needs blocks of both groups; 1 only those of its window."""
     cache, _ = jkv.allocate(jkv.init(grouped_config((12, 16)), storage=False), [0, 40])
     cache, _ = jkv.append(cache, [0, 1], [8, 12], capacity=20)
     assert [free_count(cache, group) for group in range(2)] == [0, 11]
@@ -185,12 +185,12 @@ def test_lack_in_one_group_refuses_blocks_of_another():
     assert batch.status.tolist() == [jkv.Status.OUT_OF_BLOCKS] * 2
     after, batch = jkv.append(cache, [1, 0], [1, 1])
     assert batch.status.tolist() == [0, jkv.Status.OUT_OF_BLOCKS]
-    _, batch = jkv.append(after, [0, 1], [1, 1])  # the one that needs none now
+    _, batch = jkv.append(after, [0, 1], [1, 1])  # now sequence 1 needs no block
     assert batch.status.tolist() == [jkv.Status.OUT_OF_BLOCKS, 0]
     jkv.check(after)
 
 
-def test_a_windowed_pool_serves_texts_longer_than_it():
+def test_a_windowed_pool_serves_sequences_longer_than_it():
     config = jkv.GroupedConfig.for_context_length(
         48, max_sequences=4, layer_windows=WINDOWS, step_tokens=2, **SIZES
     )
@@ -240,8 +240,8 @@ def test_layers_may_be_scanned_by_their_periods():
         cache.find_periodic(0, 3, 0)
 
 
-def test_sequences_leave_and_come_back_in_all_groups():
-    """Blocks released in one group and kept in the other move along."""
+def test_sequences_are_swapped_out_and_in_in_all_groups():
+    """Blocks released in one group and kept in the other are swapped together."""
     cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
     rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
     for _ in range(5):
@@ -257,7 +257,8 @@ def test_sequences_leave_and_come_back_in_all_groups():
     same([jkv.read(back, layer, seq_id) for layer in range(4)], before)
     assert int(jkv.kept_from(back, group=1)[seq_id]) == gone
 
-    # Another takes ten blocks more of the pool for windows; the other pool has room.
+    # Another sequence takes ten more blocks of the window pool; the other pool has
+    # enough.
     full, held = jkv.allocate(cache, [0])
     full, batch = jkv.append(full, held.seq_ids, 40, capacity=40)
     assert batch.status.tolist() == [0]
@@ -271,8 +272,8 @@ def test_sequences_leave_and_come_back_in_all_groups():
         jkv.swap_in(plain, swapped)
 
 
-def test_eviction_goes_on_until_every_group_has_enough():
-    """Each sequence has two blocks in either pool, of 9 and of 7."""
+def test_eviction_continues_until_every_group_has_enough():
+    """Each sequence has two blocks in both pools, of 9 and of 7 blocks."""
     cache, _ = jkv.allocate(jkv.init(grouped_config((9, 7)), storage=False), [0] * 3)
     for seq_id in (2, 0, 1):
         cache, _ = jkv.append(cache, seq_id, 8, capacity=8)
@@ -283,8 +284,8 @@ def test_eviction_goes_on_until_every_group_has_enough():
     jkv.check(cache)
 
 
-def test_nothing_is_refused_for_groups(tmp_path):
-    """Arguments for a whole cache also work for one with groups."""
+def test_host_operations_accept_groups(tmp_path):
+    """Operations on a whole cache also accept one with groups."""
     cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
     rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
     cache, _, _ = step(cache, np.int32([0, 1, 2]), np.int32([4, 2, 2]), rows)
@@ -299,7 +300,7 @@ def test_nothing_is_refused_for_groups(tmp_path):
     assert jkv.match(indexed, [[1, 2]]).tolist() == [0]
     cache = jkv.compact(cache)
     cache, evicted = jkv.evict_older_than(cache, 0, protect=1)
-    assert evicted.tolist() == [-1] * 4  # the last call used all that were open
+    assert evicted.tolist() == [-1] * 4  # the last call used all open sequences
     jkv.check(cache)
 
 
@@ -320,7 +321,7 @@ def test_a_layer_may_be_in_no_group():
             call()
 
 
-def test_mistakes_are_answered():
+def test_invalid_arguments_raise():
     cache = grouped_cache()
     rows = jnp.ones((WIDTH, 1, 2))
     grown, batch = jkv.append(cache, [-1] * WIDTH)
@@ -342,7 +343,7 @@ def test_mistakes_are_answered():
         with pytest.raises(UsageError, match="group"):
             verb(cache, *arguments)
     config = grouped_config()
-    for changes, said in (
+    for changes, message in (
         (dict(layer_groups=(1, 0, 1)), "gives it 1 layers"),
         (dict(layer_groups=(1, 0, 1, 2)), "layer_groups must name one of 2 groups"),
         (
@@ -350,5 +351,5 @@ def test_mistakes_are_answered():
             "the same block_size",
         ),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             dataclasses.replace(config, **changes)

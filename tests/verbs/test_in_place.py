@@ -1,8 +1,8 @@
-"""A donated step updates the pool where it lies: the compiled module says so.
+"""Tests that donated steps update the pool in place, by their compiled modules.
 
-XLA shows every copy it makes. The pools here have an element count that nothing else
-reaches, so an operation of that size that is not an in-place update is a copy of the
-pool, under any name. A verb is compiled once for all its questions.
+XLA shows every copy it makes. The element count of these pools occurs nowhere else, so
+an operation of that size that is not an in-place update is a copy of the pool, under
+any name. Each verb is compiled once for all checks.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from jkv.formats.table import FORMATS
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 16, 8, 4099
 BATCH_SIZE, NUM_HEADS = 4, 4
-MAX_SEQUENCES = 512  # by 13 columns: the block tables are larger than the pool's lists
+MAX_SEQUENCES = 512  # times 13 columns: block tables exceed the pool's lists
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
 IDS = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
 
 
 @functools.cache
 def make_cache(dtype, **changes):
-    """The shapes of a cache with a pool that dwarfs the working memory of a step."""
+    """Return the shapes of a cache whose pool dwarfs a step's working memory."""
     config = jkv.CacheConfig(
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
@@ -55,20 +55,20 @@ def pool_bytes(cache):
 
 @functools.cache
 def compile_donated(function, cache, *arguments):
-    """The program with its first argument donated; arguments are found by identity."""
+    """Compile a function with its first argument donated; cached by identity."""
     return (
         jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile(ALL_PASSES)
     )
 
 
 def assert_in_place(function, *arguments):
-    """The first argument is donated and no operation makes another pool of it."""
+    """Assert that no operation makes another copy of the donated pool."""
     cache, compiled = arguments[0], compile_donated(function, *arguments)
     layer_size = min(math.prod(pool.shape[1:]) for pool in pools_of(cache))
     assert pool_sized_operations(compiled, layer_size) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool_bytes(cache) / 4
-    # All pools went out again in the place where they came in.
+    # All pools are aliased to their inputs.
     storage = sum(
         math.prod(pool.shape) * pool.dtype.itemsize for pool in pools_of(cache)
     )
@@ -76,7 +76,7 @@ def assert_in_place(function, *arguments):
 
 
 def copied_metadata(function, *arguments):
-    """Copies that the compiled function makes of tables and of arrays by block."""
+    """Return the compiled function's copies of tables and of per-block arrays."""
     compiled = compile_donated(function, *arguments)
     operations = pool_sized_operations(compiled, NUM_BLOCKS)
     return [each for each in operations if each.startswith("copy")]
@@ -97,6 +97,14 @@ def step_unrolled(cache, seq_ids, hidden):
     return jkv.commit(cache, batch), hidden
 
 
+def step_with_independent_keys(cache, seq_ids, hidden):
+    """Take a step in which no layer's keys depend on another layer."""
+    cache, batch = jkv.append(cache, seq_ids)
+    step, keys = jkv.Step(cache, batch), hidden[:, :NUM_KV_HEADS]
+    heads = [step.attend(hidden, keys, keys) for _ in range(NUM_LAYERS)]
+    return jkv.commit(step.cache, batch), sum(heads)
+
+
 def step_scanned(cache, seq_ids, hidden):
     cache, batch = jkv.append(cache, seq_ids)
 
@@ -109,7 +117,7 @@ def step_scanned(cache, seq_ids, hidden):
 
 
 def step_in_a_loop(cache, seq_ids, hidden):
-    """Whole generation in one jit: steps in a loop, layers in a loop."""
+    """Generate in one jit: steps in a loop, layers in a loop."""
     return jax.lax.fori_loop(
         0,
         5,
@@ -118,10 +126,14 @@ def step_in_a_loop(cache, seq_ids, hidden):
     )
 
 
-# Layers one after the other: for the dtypes with different ways to write rows.
+# Layers in sequence, for the dtypes with different write paths.
 CASES = [(step_scanned, dtype) for dtype in DTYPES]
 CASES += [(step_unrolled, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)]
 CASES += [(step_scanned, jnp.int4)]
+CASES += [
+    (step_with_independent_keys, dtype)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
+]
 CASES = with_further(CASES, (step_scanned, jnp.float16), (step_unrolled, jnp.bfloat16))
 
 
@@ -130,6 +142,7 @@ CASES = with_further(CASES, (step_scanned, jnp.float16), (step_unrolled, jnp.bfl
     few(
         [*CASES, (step_in_a_loop, jnp.bfloat16)],
         *[(step_unrolled, jnp.float32), (step_scanned, jnp.int8)],
+        (step_with_independent_keys, jnp.float32),
         (step_scanned, jnp.int4),
         (step_in_a_loop, jnp.bfloat16),
     ),
@@ -174,7 +187,7 @@ VERBS = {
 
 
 COPYING = [*itertools.product(["fork", "truncate", "reorder"], [*DTYPES, jnp.int4])]
-# Float16 lies as float32 does, fp8 and int4 beside their scales as int8 does.
+# float16 is stored like float32, fp8 and int4 with scales like int8.
 ALIKE = jnp.float16, jnp.float8_e4m3fn, jnp.int4
 SAME = [case for case in COPYING if case[1] in ALIKE]
 
@@ -209,7 +222,7 @@ REUSING = VERBS | {
 @pytest.mark.parametrize("prefix_caching", few([False, True], True))
 @pytest.mark.parametrize("verb", ["allocate", "append", "fork", "free", "truncate"])
 def test_a_donated_verb_copies_no_pool(verb, prefix_caching):
-    """Not even of the small integers: its cost does not grow with the pool."""
+    """Per-block integers are not copied either: the cost is independent of the pool."""
     changes = dict(prefix_caching=True) if prefix_caching else {}
     cache = make_cache(jnp.float32, **changes)
     function = (REUSING if prefix_caching else VERBS)[verb]
@@ -217,8 +230,8 @@ def test_a_donated_verb_copies_no_pool(verb, prefix_caching):
 
 
 @pytest.mark.parametrize("verb", few(["append", "free"], "append"))
-def test_a_donated_verb_copies_nothing_with_a_window(verb):
-    """Released blocks are not searched for in the pool."""
+def test_a_donated_verb_makes_no_copy_with_a_window(verb):
+    """Released blocks are found without a scan of the pool."""
     cache = make_cache(jnp.float32, sliding_window=9)
     assert copied_metadata(VERBS[verb], cache, IDS) == []
 
@@ -254,7 +267,7 @@ def test_a_donated_step_with_prefixes_is_in_place():
 
 @functools.cache
 def make_groups(**changes):
-    """The same with two groups of layers: all tokens, and a window of nine."""
+    """Return the shapes with two groups: full attention, and a window of nine."""
     whole = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=NUM_KV_HEADS,
@@ -283,20 +296,20 @@ def test_a_donated_step_in_groups_updates_in_place():
     assert_in_place(step, make_groups(prefix_caching=True), IDS, hidden)
 
 
-# All but `reorder`, which tries on a copy which rows find a block.
+# All except `reorder`, which tries on a copy which rows find a block.
 IN_GROUPS = [verb for verb in REUSING if verb != "reorder"]
 
 
 @pytest.mark.parametrize(
     "verb", few(with_further(IN_GROUPS, "free", "evict_cached", "fork"), "truncate")
 )
-def test_a_donated_verb_copies_nothing_in_groups(verb):
+def test_a_donated_verb_makes_no_copy_in_groups(verb):
     cache = make_groups(prefix_caching=True)
     assert copied_metadata(REUSING[verb], cache, IDS) == []
 
 
 @pytest.mark.one_end
-def test_a_donated_commit_copies_nothing_in_groups():
+def test_a_donated_commit_makes_no_copy_in_groups():
     cache = make_groups(prefix_caching=True)
     for verb in ("append", "prefill"):
         _, batch = jax.eval_shape(REUSING[verb], cache, IDS)
@@ -314,13 +327,13 @@ def test_an_eager_metadata_verb_keeps_the_storage(verb):
 
 
 class TestTheCountCanFail:
-    """The same check on steps that do copy."""
+    """The same check fails for steps that copy."""
 
     def assert_not_in_place(self, function, dtype=jnp.float32):
         with pytest.raises(AssertionError):
             assert_in_place(function, make_cache(dtype))
 
-    def test_counts_that_are_still_needed(self):
+    def test_counts_used_after_the_step(self):
         def step(cache):
             counts = cache.metadata.groups[0].reference_counts
             return with_metadata(cache, reference_counts=counts.at[3].set(7)), counts
@@ -337,7 +350,7 @@ class TestTheCountCanFail:
 
         self.assert_not_in_place(step)
 
-    def test_a_pool_that_is_masked(self):
+    def test_a_masked_pool(self):
         def step(cache):
             keys = cache.storage[0].key_pool
             seen = jnp.where(keys > 0, keys, 0)
@@ -345,7 +358,7 @@ class TestTheCountCanFail:
 
         self.assert_not_in_place(step)
 
-    def test_a_pool_that_is_scanned_over_as_xs_and_ys(self):
+    def test_a_pool_scanned_as_xs_and_ys(self):
         def step(cache):
             def body(carry, pool):
                 return carry, pool.at[0, 0, 0].set(carry)
@@ -356,7 +369,7 @@ class TestTheCountCanFail:
 
         self.assert_not_in_place(step)
 
-    def test_an_old_pool_that_is_still_needed(self):
+    def test_an_old_pool_used_after_the_step(self):
         def step(cache):
             keys = cache.storage[0].key_pool.at[0, 3].set(1)
             return keys, cache
@@ -365,9 +378,9 @@ class TestTheCountCanFail:
 
 
 def test_the_first_donated_step_is_in_place():
-    """A fresh cache has memory of its own: nothing in it is borrowed from numpy."""
+    """A fresh cache owns its memory: no buffer is borrowed from numpy."""
     step = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache), donate_argnums=0)
-    kept = []  # so that the next one lies elsewhere: where numpy puts it is chance
+    kept = []  # keeps numpy's allocations at different addresses
     for _ in range(8):
         kept.append(jkv.init(small_config(prefix_caching=True)))
         cache = jkv.init(small_config(prefix_caching=True))

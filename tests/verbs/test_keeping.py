@@ -1,7 +1,7 @@
-"""Retention priorities of cached blocks: eviction order, and the kept part of a class.
+"""Tests of retention priorities: eviction order, demotion and deadlines.
 
-The random games compute a block's class after any calls (`support/keeping.py`);
-here each rule stands alone.
+The random tests predict a block's priority after any calls
+(`support/caches/keeping.py`); here each rule is tested alone.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import random_operations
+from support.caches import random_operations
+from support.caches.keeping import KeepingGame, KeepingSpillGame, make_keeping_verbs
+from support.caches.random_operations import GROUPED, SHAPES
 from support.jax_versions import further
-from support.keeping import KeepingGame, KeepingSpillGame, make_keeping_verbs
-from support.random_operations import GROUPED, SHAPES
 from support.small_caches import (
     allocate,
     append,
@@ -38,7 +38,7 @@ def fresh():
 
 
 def played(cache, tokens, keep=0, until=None):
-    """A cache in which a text was computed, and freed in a class."""
+    """Return the cache after computing a sequence and freeing it with a priority."""
     cache, opened = allocate(cache, 0, tokens=[[*tokens]])
     (seq_id,), (found,) = opened.seq_ids.tolist(), opened.num_cached.tolist()
     rest = [*tokens][found:]
@@ -50,7 +50,7 @@ def played(cache, tokens, keep=0, until=None):
 
 
 def free_by(cache, seq_ids, keep, until=None):
-    """`jkv.free` with four requests."""
+    """Call `jkv.free` with four requests."""
     padding = [0] * (4 - len(keep))
     cache, status = jkv.free(
         cache,
@@ -62,43 +62,43 @@ def free_by(cache, seq_ids, keep, until=None):
     return cache, status.tolist()[: len(keep)]
 
 
-def found(cache, *texts):
-    """How many tokens of texts are found."""
+def found(cache, *sequences):
+    """Return the number of cached tokens of sequences."""
     rows = np.full((4, 16), -1, np.int32)
-    for row, text in zip(rows, texts, strict=False):
-        row[: len(text)] = text
-    return jkv.match(cache, rows).tolist()[: len(texts)]
+    for row, sequence in zip(rows, sequences, strict=False):
+        row[: len(sequence)] = sequence
+    return jkv.match(cache, rows).tolist()[: len(sequences)]
 
 
 def pressed(cache, num_blocks):
-    """The cache after others had so many blocks."""
+    """Return the cache after other sequences used `num_blocks` blocks."""
     counts = [min(3, num_blocks - start) * 4 for start in range(0, num_blocks, 3)]
     cache, opened = allocate(cache, counts)
     return free_by(cache, opened.seq_ids, [0] * len(opened.seq_ids))[0]
 
 
-def test_lower_classes_are_handed_out_first_and_the_longest_unused_of_each():
+def test_lower_priorities_are_evicted_first_each_in_lru_order():
     cache = played(played(fresh(), A, keep=2), B, keep=1)
-    # A's third block and B's, which nothing is found by, are of class 0.
+    # Unindexed blocks, the third of A and of B, have priority 0.
     assert ring_order(cache)[:4] == [6, 7, 2, 5]
     assert found(pressed(cache, 5), A, B) == [8, 4]
     assert found(pressed(cache, 6), A, B) == [8, 0]
     assert found(pressed(cache, 7), A, B) == [4, 0]
 
 
-def test_a_class_is_the_highest_so_far_and_stays_when_it_is_found_again():
+def test_a_block_keeps_its_highest_priority_after_a_hit():
     cache = played(played(fresh(), A, keep=1), B)
     cache = played(cache, A, keep=0)
     assert found(pressed(cache, 6), A, B) == [8, 0]
 
 
 @pytest.mark.further
-def test_parents_have_at_least_the_class_of_children():
+def test_parents_have_at_least_the_priority_of_children():
     cache, opened = allocate(fresh(), 0)
     cache, step = append(cache, 0, 9, tokens=A)
     cache = write_tokens(cache, step, A)
     cache, child = jkv.fork(cache, opened.seq_ids, np.array([5], np.int32))
-    # The second block becomes free in class 2 while the first is in use.
+    # The second block is freed with priority 2 while the first is in use.
     cache, _ = free_by(cache, [0], [2])
     cache, _ = free_by(cache, child.seq_ids, [0])
     assert found(pressed(cache, 6), A) == [8]
@@ -118,15 +118,15 @@ def test_demote_keeps_recent_and_referenced_blocks():
 
 
 def test_demoted_blocks_keep_lru_order():
-    """Before B, which was used after it, though B was of class 0 all the while."""
+    """A is evicted before B, which was used later, although B always had priority 0."""
     cache = played(played(fresh(), A, keep=2), B)
     lowered = jkv.demote(cache, jkv.clock(cache))
     assert ring_order(lowered) == ring_order(played(played(fresh(), A), B))
 
 
-def test_a_time_may_be_the_callers_and_the_latest_counts():
+def test_the_caller_may_set_the_deadline_and_the_latest_counts():
     cache = played(played(fresh(), A, keep=1, until=50), A, keep=1, until=70)
-    cache = played(cache, B, keep=1, until=2**32 - 1)  # the latest there is
+    cache = played(cache, B, keep=1, until=2**32 - 1)  # the maximum
     for time, num_kept in ((69, 4), (70, 2), (2**32 - 2, 2), (np.uint32(2**32 - 1), 0)):
         kept = jkv.demote(cache, time).metadata.groups[0].free_blocks.kept
         assert np.count_nonzero(kept.classes) == num_kept
@@ -134,7 +134,7 @@ def test_a_time_may_be_the_callers_and_the_latest_counts():
 
 
 @pytest.mark.parametrize("keep", [-1, 3, 2**31 - 1])
-def test_a_class_that_is_not_there_is_refused_and_changes_nothing(keep):
+def test_an_invalid_priority_is_refused_and_changes_nothing(keep):
     cache, opened = allocate(fresh(), [4, 4])
     after, status = free_by(cache, [0, 1], [keep, 2])
     assert status == [Status.INVALID_ARGUMENT, Status.OK]
@@ -146,7 +146,7 @@ def test_a_class_that_is_not_there_is_refused_and_changes_nothing(keep):
     jkv.check(plain)
 
 
-def test_classes_need_something_that_stays():
+def test_invalid_keep_classes_are_refused():
     with pytest.raises(ValueError, match="prefix_caching=True"):
         jkv.CacheConfig(**sizes(), keep_classes=2)
     with pytest.raises(ValueError, match="1 to 8"):
@@ -180,7 +180,7 @@ def sizes():
     )
 
 
-def test_one_class_compiles_the_same_program():
+def test_one_priority_compiles_the_same_program():
     """No array, no retrace, and `demote` does nothing."""
     cache = small_cache(prefix_caching=True)
     assert cache.metadata.groups[0].free_blocks.kept is None
@@ -211,8 +211,8 @@ def test_check_names_the_broken_retention_invariant(kind):
 
 
 @pytest.mark.further
-def test_classes_leave_and_come_back(tmp_path):
-    """By file, by value, and by a store with a folder that another process reads."""
+def test_priorities_are_saved_spilled_and_restored(tmp_path):
+    """They pass a file, a value, and a store whose folder another process reads."""
     cache = played(played(fresh(), A, keep=2, until=9), B, keep=1)
     jkv.save(tmp_path / "whole", cache)
     loaded = jkv.load(tmp_path / "whole")
@@ -223,21 +223,21 @@ def test_classes_leave_and_come_back(tmp_path):
     store.put(pickle.loads(pickle.dumps(spilled)))
     store.flush()
     store = jkv.BlockStore(2**20, folder=tmp_path / "store", max_folder_bytes=2**20)
-    for text in (B, A):
-        bare, num = jkv.restore(bare, store.find([*text]))
+    for sequence in (B, A):
+        bare, num = jkv.restore(bare, store.find([*sequence]))
         assert num == 2
     jkv.check(bare)
     kept = bare.metadata.groups[0].free_blocks.kept
     assert sorted(kept.classes.tolist()) == [0, 0, 0, 0, 1, 1, 2, 2]
     assert found(pressed(bare, 6), A, B) == [8, 0]
-    # In a cache of fewer classes a block has one of these.
+    # A cache with fewer priorities clips them.
     other, _ = jkv.restore(small_cache(prefix_caching=True), store.find([*A]))
     assert found(other, A) == [8]
 
 
 @pytest.mark.further
-def test_restored_blocks_raise_the_class_of_parents():
-    """The parent was demoted while its child was away."""
+def test_restored_blocks_raise_the_priority_of_parents():
+    """The parent was demoted while its child was spilled."""
     cache = played(fresh(), A, keep=2)
     cache, spilled = jkv.spill(cache, 1)
     cache = jkv.demote(cache, jkv.clock(cache))
@@ -247,12 +247,12 @@ def test_restored_blocks_raise_the_class_of_parents():
 
 
 @pytest.mark.further
-def test_a_parent_that_was_stored_in_a_lower_class_comes_back_in_its_childs():
+def test_a_parent_stored_with_a_lower_priority_gets_its_childs():
     store = jkv.BlockStore(2**20)
     cache, spilled = jkv.spill(played(fresh(), A), 4)
     store.put(spilled)
     cache, _ = jkv.restore(cache, store.find([*A]))
-    _, spilled = jkv.spill(played(cache, A, keep=2), 1)  # the child alone goes
+    _, spilled = jkv.spill(played(cache, A, keep=2), 1)  # only the child
     store.put(spilled)
     stored = store.find([*A])
     assert [held.keep[0] for held in stored.held.values()] == [0, 2]
@@ -262,7 +262,7 @@ def test_a_parent_that_was_stored_in_a_lower_class_comes_back_in_its_childs():
 
 
 @pytest.mark.further
-def test_a_donated_free_copies_nothing_by_the_pool():
+def test_a_donated_free_does_not_copy_the_pool():
     cache = jkv.init(
         jkv.CacheConfig(
             **sizes() | dict(num_blocks=4096), prefix_caching=True, keep_classes=3
@@ -280,7 +280,7 @@ def test_a_donated_free_copies_nothing_by_the_pool():
 
 
 class KeepingResizingGame(KeepingGame, ResizingGame):
-    """Pools of another size, too."""
+    """Random operations with priorities and resizes."""
 
 
 CASES = [("roomy", "donated", KeepingSpillGame)]
@@ -294,23 +294,23 @@ CASES += further(
 
 
 @pytest.mark.parametrize("name, mode, kind", CASES)
-def test_random_operations_with_classes(name, mode, kind, tmp_path):
+def test_random_operations_with_priorities(name, mode, kind, tmp_path):
     verbs, num_kept = make_keeping_verbs(mode), 0
     groups, shape = GROUPED.get(name, (None, SHAPES.get(name)))
     for seed in range(EFFORT):
         game = kind(
             shape, verbs, seed, donate=mode == "donated", folder=tmp_path, groups=groups
         )
-        game.play(num_operations=150)
+        game.play(num_operations=80)
         num_kept += game.num_kept
     assert num_kept > 0
 
 
 @pytest.mark.further
-def test_random_operations_with_classes_between_resizes():
+def test_random_operations_with_priorities_between_resizes():
     verbs = make_keeping_verbs("eager")
-    # One trace for each size, not for all.
+    # One trace per size.
     verbs["read_all"] = jax.jit(random_operations.read_all)
     game = KeepingResizingGame((15, 2, 5, 9), verbs, 43)
-    game.play(num_operations=60)
+    game.play(num_operations=40)
     assert game.num_resizes > 1 and game.num_kept > 0

@@ -1,4 +1,4 @@
-"""Old values live, donated ones are gone, and nothing is left behind."""
+"""Tests of buffer lifetimes: old values, donated values, and leaks."""
 
 import gc
 import threading
@@ -27,7 +27,7 @@ def i32(*values):
 
 
 def turn(cache, number):
-    """One life of a sequence and its child; the cache ends as it was."""
+    """Open, grow, fork and free a sequence; the cache ends as it started."""
     cache, result = jkv.allocate(cache, i32(0))
     cache, batch = jkv.append(cache, result.seq_ids, i32(9), capacity=9)
     cache = write_tokens(cache, batch, jnp.full(9, number, jnp.float32))
@@ -79,7 +79,7 @@ def test_a_donated_cache_raises():
         with pytest.raises(ValueError, match="cache was donated"):
             use()
     assert stored_tokens(new, 1) == list(range(6))
-    # Looking at a deleted cache in a debugger must not raise.
+    # The repr of a deleted cache, for instance in a debugger, must not raise.
     assert len(repr(cache).splitlines()) < 25
 
 
@@ -115,8 +115,8 @@ def test_old_values_stay_readable_beside_other_threads():
 
 
 @pytest.mark.one_end
-def test_a_tree_of_values_shares_nothing_it_should_not():
-    """Every value made from one ancestor keeps its own contents."""
+def test_values_from_one_ancestor_are_independent():
+    """Each value made from a common ancestor keeps its own contents."""
     root = opened(5)
     left, right = grow(root, 0, [70]), grow(root, 0, [80, 81])
     past = list(range(5))
@@ -127,7 +127,7 @@ def test_a_tree_of_values_shares_nothing_it_should_not():
 
 @pytest.mark.parametrize("storage", few([True, False], True))
 def test_no_two_leaves_share_a_buffer(storage):
-    """Donation rejects a buffer that is named twice."""
+    """Donation rejects duplicate buffers."""
     cache = jkv.init(small_config(), storage=storage)
     cache, _ = jax.jit(jkv.allocate, donate_argnums=0)(cache, i32(5))
     cache, _ = fork(cache, 0)

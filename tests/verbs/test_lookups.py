@@ -1,8 +1,9 @@
-"""read, read_slot, slots, block_ids, block_info, tokens: looking without changing."""
+"""Tests of read, read_slot, slots, block_ids, block_info and tokens."""
 
 import jax
 import numpy as np
 import pytest
+from support.models.windowed_model import EMBEDDING, grouped_cache, mixed_model
 from support.small_caches import (
     allocate,
     append,
@@ -16,7 +17,6 @@ from support.small_caches import (
     small_cache,
     truncate,
 )
-from support.windowed_model import EMBEDDING, grouped_cache, mixed_model
 
 import jkv
 
@@ -32,7 +32,7 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
-def test_read_is_as_long_as_the_context_may_be():
+def test_read_has_the_length_of_the_longest_context():
     cache = opened(6, value_head_dim=3)
     keys, values, length = jax.device_get(jkv.read(cache, 0, 0))
     assert keys.shape == (14, 1, 2) and values.shape == (14, 1, 3)
@@ -42,7 +42,7 @@ def test_read_is_as_long_as_the_context_may_be():
 
 
 @pytest.mark.parametrize("seq_id", NOT_OPEN)
-def test_an_id_that_is_not_open_has_nothing(seq_id):
+def test_a_closed_id_reads_as_empty(seq_id):
     assert int(jkv.read(opened(6), 0, seq_id)[2]) == 0
     assert jkv.block_ids(opened(6), seq_id).tolist() == [8, 8, 8, 8]
 
@@ -53,7 +53,7 @@ def test_blocks_of_a_sequence_and_block_of_a_position():
     found = jkv.slots(cache, i32(1, 1, 1, 0), i32(0, 4, 8, 2))
     assert found.block_ids.tolist() == [1, 2, 3, 0]
     assert found.offsets.tolist() == [0, 0, 0, 2]
-    cache = grow(cache, 1, range(109, 113))  # a block is appended to the table
+    cache = grow(cache, 1, range(109, 113))  # appends a block to the table
     assert jkv.block_ids(cache, 1).tolist() == [1, 2, 3, 4]
 
 
@@ -61,7 +61,7 @@ def test_blocks_of_a_sequence_and_block_of_a_position():
     "seq_ids, positions",
     [((0, 0, 0, 1), (8, -1, MAX, 0)), ((-1, 4, 0, 0), (0, 0, 14, MIN))],
 )
-def test_slots_that_are_not_mapped(seq_ids, positions):
+def test_unmapped_slots(seq_ids, positions):
     found = jkv.slots(opened(6), i32(*seq_ids), i32(*positions))
     assert found.block_ids.tolist() == [8] * 4
 
@@ -134,23 +134,23 @@ class TestTokens:
 
 
 class TestGroups:
-    """Each group of layers has blocks of its own; 1 is that of the window of 8."""
+    """Each group of layers has its own blocks; group 1 has a window of 8."""
 
     def grown(self):
-        """Sequence 0 reserves blocks of both groups, 1 has 18 tokens."""
+        """Return a cache: sequence 0 reserves blocks, sequence 1 has 18 tokens."""
         cache, result = jkv.allocate(grouped_cache([12]), [0])
         jkv.raise_for_status(result)
         for length in (11, 7):
             cache, batch = jkv.append(cache, [1], length, capacity=11)
-            text = i32(*range(1, 12))
-            _, cache = mixed_model(EMBEDDING, text, cache, batch)
+            tokens = i32(*range(1, 12))
+            _, cache = mixed_model(EMBEDDING, tokens, cache, batch)
         jkv.check(cache)
         return cache
 
-    def test_blocks_and_slots_are_of_a_group(self):
+    def test_blocks_and_slots_belong_to_a_group(self):
         cache = self.grown()
-        # 18 tokens are columns 0 to 4. The second step began at position 11, and its
-        # row sees positions 4 and later: column 0 was given back, and taken again.
+        # 18 tokens are columns 0 to 4. The second step started at position 11, and its
+        # row attends from 4 on: column 0 was released, and allocated again.
         full, windowed = (jkv.block_ids(cache, 1, group=i).tolist() for i in (0, 1))
         assert full == [3, 4, 5, 6, 7] + [44] * 7
         assert windowed == [20, 4, 5, 6, 7] + [20] * 7
@@ -159,7 +159,7 @@ class TestGroups:
         assert bool(jkv.block_info(cache, 3, group=1).is_free)
         assert not bool(jkv.block_info(cache, 3, group=0).is_free)
 
-    def test_several_groups_need_a_name(self):
+    def test_several_groups_need_the_group_argument(self):
         cache = self.grown()
         for ask in (
             lambda **group: jkv.block_ids(cache, 0, **group),
@@ -184,16 +184,16 @@ class TestGroups:
 
     def test_a_layer_is_read_from_its_group(self):
         cache = self.grown()
-        text = [*range(1, 12), *range(1, 8)]
+        tokens = [*range(1, 12), *range(1, 8)]
         for layer, start in ((0, 4), (1, 0)):
             keys, _, length, found = jkv.read(cache, layer, 1, return_start=True)
             assert (int(length), int(found)) == (18, start)
             assert not np.asarray(keys)[:start].any()
             assert np.asarray(keys)[start:18].any(axis=(1, 2)).all()
-        keys, _, _ = jkv.read(cache, 0, 1)  # the rows that layer 0 was given
-        np.testing.assert_array_equal(np.asarray(keys)[4:18, 0], EMBEDDING[text][4:])
+        keys, _, _ = jkv.read(cache, 0, 1)  # the rows written to layer 0
+        np.testing.assert_array_equal(np.asarray(keys)[4:18, 0], EMBEDDING[tokens][4:])
         block = int(jkv.slots(cache, 1, 9, group=1).block_ids[0])
         key, _ = jkv.read_slot(cache, 0, block, 1)
-        np.testing.assert_array_equal(np.asarray(key)[0], EMBEDDING[text[9]])
+        np.testing.assert_array_equal(np.asarray(key)[0], EMBEDDING[tokens[9]])
         with pytest.raises(ValueError, match=r"layer must be in 0\.\.1"):
             jkv.read(cache, 2, 1)

@@ -1,4 +1,4 @@
-"""Masks within a step against dense float64 attention."""
+"""Masks within a step, compared with dense float64 attention."""
 
 import dataclasses
 import functools
@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dense_masks import Request, as_mask, attend_densely, random_request
+from support.attention.dense_masks import (
+    Request,
+    as_mask,
+    attend_densely,
+    random_request,
+)
 from support.jax_versions import few
 
 import jkv
@@ -61,7 +66,7 @@ def random_rows(rng, num_rows: int = CAPACITY) -> tuple[jax.Array, ...]:
 
 
 def prefill(rng, cache: jkv.Cache, lengths: list[int]) -> tuple[jkv.Cache, jax.Array]:
-    """Open sequences with contexts of these lengths, the last a fork of the first."""
+    """Open sequences with these context lengths; the last is a fork of the first."""
     cache, opened = jkv.allocate(cache, [0] * (NUM_REQUESTS - 1))
     ids = jnp.append(opened.seq_ids, -1)
     for _ in range(2):
@@ -73,7 +78,7 @@ def prefill(rng, cache: jkv.Cache, lengths: list[int]) -> tuple[jkv.Cache, jax.A
 
 
 def check_against_dense(cache, batch, queries, requests, found, **options: Any) -> None:
-    """Compare every served request's rows with dense attention."""
+    """Compare the rows of every served request with dense attention."""
     output, lse = (np.asarray(x) for x in found)
     start = 0
     for request, seq_id, status in zip(
@@ -97,7 +102,7 @@ def check_against_dense(cache, batch, queries, requests, found, **options: Any) 
     assert not output[start:].any()
 
 
-# Each mix is one program: the kinds of requests, in turn.
+# Each mix is one program: the mask kinds of its requests.
 MIXES = {
     "spans": ("span", "causal", "span", "causal", "span"),
     "all": ("span", "tree", "start", "canvas", "causal"),
@@ -133,7 +138,7 @@ def test_masks_agree_with_dense_attention(mix, option):
 
 
 def mixed_step(seed: int, mix: str, cache: jkv.Cache, **flags: bool) -> tuple[Any, ...]:
-    """A written step of random requests behind random contexts."""
+    """Return a written step of random requests after random contexts."""
     rng = np.random.default_rng(seed)
     cache, ids = prefill(rng, cache, [14, 22, 0, 30, 0])
     counts = rng.integers(1, 10, NUM_REQUESTS)
@@ -157,7 +162,7 @@ def test_every_backend_serves_masks(mix, implementation):
 @pytest.mark.one_end
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4", "float8_e4m3fn"])
 def test_rows_are_read_back_from_their_slots(dtype):
-    """A step sees the rounded keys and values that later steps see."""
+    """A step reads the rounded keys and values that later steps read."""
     cache, batch, queries, requests = mixed_step(3, "all", make_cache(dtype))
     found = look(cache, batch, queries)
     check_against_dense(cache, batch, queries, requests, found)
@@ -196,8 +201,8 @@ def test_latent_caches_serve_masks():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("mix", ["spans", "all"])
-def test_batch_invariant_rows_keep_their_bits(mix):
-    """With `by_position` a row has the same bits in any place of the batch."""
+def test_batch_invariant_rows_are_bit_identical(mix):
+    """With `by_position`, a row's bits do not depend on its place in the batch."""
     rng = np.random.default_rng(5)
     cache, ids = prefill(rng, make_cache(), [14, 22, 0, 30, 0])
     counts = [7, 5, 9, 4, 6]
@@ -225,7 +230,7 @@ def test_batch_invariant_rows_keep_their_bits(mix):
 
 @pytest.mark.parametrize("mix", few(["spans", "all"], "all"))
 def test_gradients_agree_with_dense_attention(mix):
-    """Of queries, keys, values, scale and sinks, through output and log-sum-exp."""
+    """Queries, keys, values, scale and sinks, through output and log-sum-exp."""
     cache, batch, queries, requests = mixed_step(2, mix, make_cache())
     _, keys, values = random_rows(np.random.default_rng(4))
     weights = np.random.default_rng(1).normal(size=queries.shape).astype(np.float32)
@@ -287,7 +292,7 @@ def test_gradients_agree_with_dense_attention(mix):
 
 
 @pytest.mark.one_end
-def test_a_nan_reaches_the_rows_that_see_it():
+def test_nan_spreads_only_to_rows_that_attend_to_it():
     cache, ids = prefill(np.random.default_rng(0), make_cache(), [8, 4, 0, 0, 0])
     ends = jnp.array([2, 2, 2, -1, -1, 0, 2, 2] + [-1] * 40)
     mask = jkv.MixedMask(
@@ -322,7 +327,7 @@ INVALID = {
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("name", INVALID)
-def test_an_invalid_mask_refuses_its_request_alone(name):
+def test_an_invalid_mask_refuses_only_its_request(name):
     cache, opened = jkv.allocate(make_cache(), [0, 0])
     before = jkv.num_free_blocks(cache)
     max_span = 2 if "max_span" in name else None
@@ -337,7 +342,7 @@ def test_an_invalid_mask_refuses_its_request_alone(name):
     assert batch.status.tolist() == [Status.INVALID_ARGUMENT, Status.OK]
     assert jkv.context_lengths(cache)[:2].tolist() == [0, 1]
     assert before - jkv.num_free_blocks(cache) == 1
-    # The same of a step that was appended before.
+    # The same for a step that was appended before.
     cache, batch = jkv.append(cache, opened.seq_ids, [3, 1], capacity=4)
     seen = jkv.with_mask(batch, INVALID[name], max_span=max_span)
     assert seen.status.tolist() == [Status.INVALID_ARGUMENT, Status.OK]
@@ -367,6 +372,19 @@ def test_masks_of_other_kinds_are_refused_by_name(message):
 
 
 @pytest.mark.one_end
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,)])
+def test_attend_refuses_sinks_of_another_shape_beside_a_tree(shape):
+    """The join with the step's own rows adds the sinks, and could broadcast them."""
+    cache, opened = jkv.allocate(make_cache(), [0])
+    cache, batch = jkv.append(
+        cache, opened.seq_ids, 2, capacity=2, mask=jkv.TreeMask([-1, 0])
+    )
+    queries = jnp.ones((2, 4, cache.storage[0].head_dim))
+    with pytest.raises(ValueError, match=r"sinks must be \[H\] with H = 4"):
+        jkv.attend(cache, 0, batch, queries, sinks=jnp.ones(shape))
+
+
+@pytest.mark.one_end
 def test_attend_refuses_causal_trees():
     cache, opened = jkv.allocate(make_cache(), [0])
     tree = jkv.TreeMask([-1, 0, 0])
@@ -381,7 +399,7 @@ def test_attend_refuses_causal_trees():
 
 @pytest.mark.one_end
 def test_padded_rows_take_masks():
-    """Requests own rows i * Q on, and each mask entry belongs to its row."""
+    """Request i owns rows from i * Q on, and each mask entry applies to its row."""
     rng = np.random.default_rng(8)
     cache, ids = prefill(rng, make_cache(), [14, 22, 0, 30, 0])
     requests = [random_request(rng, "span", n) for n in (6, 3, 8, 1, 5)]
@@ -442,7 +460,7 @@ def test_a_step_may_be_written_again():
 
 
 def peek_and_compare(cache, ids, num_rows, window=None, **options: Any) -> None:
-    """Peeked rows see the whole context, or the window of the next token."""
+    """Peeked rows attend to the whole context, or the window of the next token."""
     batch = jkv.peek(cache, ids, num_rows)
     queries = random_rows(np.random.default_rng(2), batch.num_rows)[0]
     output, lse = look(cache, batch, queries, window=window, **options)
@@ -487,8 +505,8 @@ def test_peeked_rows_read_the_whole_context(implementation):
 
 
 @pytest.mark.one_end
-def test_peek_needs_no_room():
-    """A full sequence and an empty pool are read like any others."""
+def test_peek_needs_no_free_blocks():
+    """A full sequence and an empty pool can be peeked."""
     config = jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,
@@ -510,8 +528,8 @@ def test_peek_needs_no_room():
 
 
 @pytest.mark.one_end
-def test_prefixes_hold_no_keys_that_depend_on_later_rows():
-    """A prefix-LM prompt that diverges within its prefix must not be found."""
+def test_bidirectional_prefixes_are_not_indexed():
+    """A prefix-LM prompt that diverges within its prefix is not found."""
     prompt = jnp.arange(16)
     diverged = prompt.at[14].set(77)
 
@@ -524,7 +542,7 @@ def test_prefixes_hold_no_keys_that_depend_on_later_rows():
             rows = random_rows(np.random.default_rng(0), 16)
             cache = jkv.write(cache, layer, batch, rows[1], rows[2])
         cache = jkv.commit(cache, batch)
-        # Later causal steps continue nothing that is indexed.
+        # Later causal steps do not extend the index.
         cache, batch = jkv.append(
             cache, opened.seq_ids, 4, capacity=4, tokens=jnp.arange(4)
         )
@@ -549,7 +567,7 @@ def test_prefixes_hold_no_keys_that_depend_on_later_rows():
 
 
 def grow_tree(cache, ids, parents, rows, **more: Any):
-    """Append one tree for each id, and write it."""
+    """Append one tree per id, and write it."""
     num = len(parents)
     mask = jkv.TreeMask(jnp.tile(jnp.array(parents), len(ids)))
     tokens = jnp.tile(jnp.arange(num) + 50, len(ids))
@@ -584,8 +602,10 @@ def test_keep_rows_equals_decoding_the_path(dtype, has_index):
     kept = jkv.commit(kept, step)
     # The same path, appended as a chain.
     chain = cache
-    told = jnp.array(path) + 50
-    chain, batch = jkv.append(chain, opened.seq_ids[:1], 4, capacity=4, tokens=told)
+    path_tokens = jnp.array(path) + 50
+    chain, batch = jkv.append(
+        chain, opened.seq_ids[:1], 4, capacity=4, tokens=path_tokens
+    )
     own = tuple(array[jnp.array(path)] for array in rows)
     for layer in range(2):
         chain = jkv.write(chain, layer, batch, own[1] + layer, own[2])
@@ -604,7 +624,7 @@ def test_keep_rows_equals_decoding_the_path(dtype, has_index):
             for one, other in pairs:
                 np.testing.assert_array_equal(one, other)
     if has_index:
-        whole = jnp.concatenate([jnp.arange(6), told, jnp.array([9])])[None]
+        whole = jnp.concatenate([jnp.arange(6), path_tokens, jnp.array([9])])[None]
         assert int(jkv.match(kept, whole)[0]) == int(jkv.match(chain, whole)[0]) == 8
     jkv.check(kept)
 
@@ -652,7 +672,7 @@ def test_keep_rows_refuses_sequences_that_changed():
         expected = int(jkv.context_lengths(other)[0])
         assert jkv.context_lengths(kept)[:2].tolist() == [expected, 9]
         jkv.check(kept)
-    # Causal rows that the index holds already.
+    # Causal rows that are already in the index.
     cache, _ = jkv.allocate(make_cache(prefix_caching=True), [0])
     tokens = jnp.arange(10)
     cache, batch = jkv.append(cache, [0], 10, capacity=10, tokens=tokens)
@@ -665,7 +685,7 @@ def test_keep_rows_refuses_sequences_that_changed():
 
 
 @pytest.mark.one_end
-def test_debug_allows_canvases_to_be_written_again():
+def test_debug_mode_allows_rewriting_a_canvas():
     rows = random_rows(np.random.default_rng(0), 3)
     mask = jkv.SpanMask(jnp.array([2, 2, 2]), one_window=True)
 

@@ -1,6 +1,6 @@
-"""page_table: ops with FlashInfer's and AITER's arguments on a jkv pool.
+"""Tests of page_table: ops with FlashInfer's and AITER's arguments on a jkv pool.
 
-Stand-ins in plain JAX take these arrays only, named as in FlashInfer's
+Stand-ins in plain JAX take only these arrays, named as in FlashInfer's
 `BatchPrefillWithPagedKVCacheWrapper` (layout HND) and AITER's `reshape_and_cache`.
 """
 
@@ -39,7 +39,7 @@ def batch_prefill(
     paged_kv_last_page_len,
     window_left=-1,
 ):
-    """Causal attention over pages, as FlashInfer defines it: [R, H, D]."""
+    """Compute causal attention over pages, as FlashInfer defines it: [R, H, D]."""
     keys, values = pages
     size, most = keys.shape[2], paged_kv_indices.shape[0]
     row = jnp.arange(queries.shape[0])
@@ -54,7 +54,7 @@ def batch_prefill(
         rows = jnp.swapaxes(pool[block], 2, 3)  # [R, P, T, K, D]
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
-    distance = (qo_indptr[request + 1] - 1 - row)[:, None]  # rows to the last one
+    distance = (qo_indptr[request + 1] - 1 - row)[:, None]  # rows before the last one
     place = jnp.arange(most * size)[None]
     own = kv_len[:, None] - 1 - distance
     seen = place <= own
@@ -77,7 +77,7 @@ def reshape_and_cache(rows, pool, slot_mapping):
 
 @functools.partial(jax.jit, static_argnames="window")
 def both(cache, batch, queries, keys, values, window):
-    """Return the attention and the pools of other ops, and ours."""
+    """Return attention and pools of the stand-ins, and of jkv."""
     layer = 1
     pages = jkv.page_table(cache, batch)
     storage = cache.storage[0]
@@ -102,7 +102,7 @@ def both(cache, batch, queries, keys, values, window):
 
 
 def step(cache, seq_ids, lengths, seed, capacity, window=None):
-    """Append random rows; check both ops' rows and pools; return the new cache."""
+    """Append random rows, compare both, and return the new cache."""
     cache, batch = jkv.append(cache, np.int32(seq_ids), lengths, capacity=capacity)
     draw = np.random.default_rng(seed).standard_normal
     queries = np.float32(draw((capacity, HEADS, DIM)))
@@ -124,7 +124,7 @@ def test_other_ops_on_a_pool(window):
     cache = step(cache, ids, np.int32([9, 1, 4, 0]), 0, 16, window)  # prompts
     cache, forked = jkv.fork(cache, np.int32([0]))
     ids[3] = int(forked.seq_ids[0])  # shares blocks with sequence 0
-    for seed in range(1, 9):  # decoding, beside a chunk of a prompt
+    for seed in range(1, 9):  # decode steps, beside a prefill chunk
         lengths = np.int32([1, 2 if seed % 2 else 1, 1, 1])
         cache = step(cache, ids, lengths, seed, 8, window)
     if window is not None:
@@ -146,7 +146,7 @@ def test_refused_requests_and_padding():
     assert int(pages.query_indptr[-1]) <= 40
 
 
-def test_errors():
+def test_invalid_arguments_raise():
     cache, _ = jkv.allocate(jkv.init(make_config()), 0)
     _, batch = jkv.append(cache, 0)
     other = jkv.init(make_config(num_blocks=8))

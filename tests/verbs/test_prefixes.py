@@ -1,6 +1,7 @@
-"""The prefix cache by examples that can be checked by eye.
+"""Prefix caching by examples that can be checked by eye.
 
-Blocks hold four tokens. `told` appends numbers that are tokens and contents at once.
+Blocks hold four tokens. `append_known` appends numbers that are both tokens and
+contents.
 """
 
 import dataclasses
@@ -32,15 +33,15 @@ import jkv
 
 pytestmark = pytest.mark.one_end
 
-PROMPT = list(range(10, 20))  # two blocks and a half
+PROMPT = list(range(10, 20))  # two and a half blocks
 
 
 def reusing(**changes):
     return small_cache(**(dict(prefix_caching=True) | changes))
 
 
-def told(cache, seq_id, numbers, commit=True):
-    """Append and write numbers, and by default commit; returns cache and batch."""
+def append_known(cache, seq_id, numbers, commit=True):
+    """Append and write numbers, and by default commit; return cache and batch."""
     cache, step = append(cache, seq_id, len(numbers), tokens=numbers)
     jkv.raise_for_status(step.status)
     committed = write_tokens(cache, step, numbers)
@@ -49,12 +50,12 @@ def told(cache, seq_id, numbers, commit=True):
     return dataclasses.replace(committed, metadata=cache.metadata), step.batch
 
 
-def started(*texts, **changes):
-    """A cache with these committed tokens in sequences 0, 1, ..."""
+def started(*sequences, **changes):
+    """Return a cache with these committed tokens in sequences 0, 1, ..."""
     cache = reusing(**changes)
-    for seq_id, text in enumerate(texts):
+    for seq_id, sequence in enumerate(sequences):
         cache, _ = allocate(cache, 0)
-        cache, _ = told(cache, seq_id, text)
+        cache, _ = append_known(cache, seq_id, sequence)
     jkv.check(cache)
     return cache
 
@@ -66,103 +67,103 @@ def found(cache, *rows, salts=0):
 def test_prompts_hit_whole_and_partial_blocks():
     cache = started(PROMPT)
     for prompt, expected in (
-        (PROMPT, 8),  # both full blocks; the rest was not full
+        (PROMPT, 8),  # both full blocks; the last one was partial
         (PROMPT[:9], 8),
-        (PROMPT[:8], 7),  # never the whole prompt: its last token is left
+        (PROMPT[:8], 7),  # the last token of a prompt is always computed
         (PROMPT[:5], 4),
         (PROMPT[:4], 3),
         (PROMPT[:1], 0),
         ([], 0),
-        (PROMPT[:6] + [99] * 4, 6),  # a part of the second block
-        ([*PROMPT[:3], 99, *PROMPT[4:]], 3),  # a part of the first
+        (PROMPT[:6] + [99] * 4, 6),  # part of the second block
+        ([*PROMPT[:3], 99, *PROMPT[4:]], 3),  # part of the first
         ([99, *PROMPT[1:]], 0),
-        (PROMPT[4:8] + PROMPT[:4], 0),  # the same blocks in another place
+        (PROMPT[4:8] + PROMPT[:4], 0),  # the same blocks at other positions
     ):
         assert found(cache, prompt) == [expected], prompt
-    # All in one call, and one by one.
+    # In one call, as well as one by one.
     assert found(cache, PROMPT, PROMPT[:5], [99]) == [8, 4, 0]
 
 
-def test_a_hit_shares_whole_blocks_and_copies_a_part():
+def test_a_hit_shares_full_blocks_and_copies_a_partial_one():
     cache = started(PROMPT)
-    text = [*PROMPT[:6], 90, 91, 92]
-    cache, result = allocate(cache, len(text), tokens=[text])
+    sequence = [*PROMPT[:6], 90, 91, 92]
+    cache, result = allocate(cache, len(sequence), tokens=[sequence])
     assert result.num_cached.tolist() == [6]
     assert table(cache, 0) == [0, 1, 2]
-    assert table(cache, 1) == [0, 3, 4]  # the first shared, the second a copy
+    assert table(cache, 1) == [0, 3, 4]  # the first is shared, the second copied
     assert stored_tokens(cache, 1) == PROMPT[:6]
-    cache, _ = told(cache, 1, text[6:])
-    assert stored_tokens(cache, 1) == text and stored_tokens(cache, 0) == PROMPT
+    cache, _ = append_known(cache, 1, sequence[6:])
+    assert stored_tokens(cache, 1) == sequence and stored_tokens(cache, 0) == PROMPT
     jkv.check(cache)
-    # Both continuations of the first block are known now.
-    assert found(cache, PROMPT, [*text, 1]) == [8, 8]
+    # Both continuations of the first block are indexed now.
+    assert found(cache, PROMPT, [*sequence, 1]) == [8, 8]
 
 
 def test_nothing_is_found_before_its_commit():
     cache, _ = allocate(reusing(), 0)
-    cache, batch = told(cache, 0, PROMPT, commit=False)
+    cache, batch = append_known(cache, 0, PROMPT, commit=False)
     assert found(cache, PROMPT) == [0]
     assert found(jkv.commit(cache, batch), PROMPT) == [8]
-    # A sequence dropped before its commit leaves nothing, even if another has its row.
+    # A sequence freed before its commit leaves nothing, even if its row is reused.
     dropped, _ = free(cache, 0)
     dropped, _ = allocate(dropped, [0] * 4)
     dropped, _ = append(dropped, range(4), 10)
     assert found(jkv.commit(dropped, batch), PROMPT) == [0]
 
 
-def test_a_step_that_was_cut_back_is_not_committed():
+def test_a_truncated_step_is_not_committed():
     cache, _ = allocate(reusing(), 0)
-    cache, batch = told(cache, 0, PROMPT, commit=False)
+    cache, batch = append_known(cache, 0, PROMPT, commit=False)
     cache, _ = truncate(cache, 0, 0)
-    cache, _ = told(cache, 0, [1] * 10, commit=False)
+    cache, _ = append_known(cache, 0, [1] * 10, commit=False)
     assert found(jkv.commit(cache, batch), PROMPT, [1] * 10) == [0, 0]
 
 
-def test_a_sequence_with_a_gap_adds_no_more():
+def test_a_sequence_with_a_gap_commits_no_more():
     cache, _ = allocate(reusing(), 0)
-    cache, _ = told(cache, 0, PROMPT[:4])
-    cache, _ = told(cache, 0, PROMPT[4:6], commit=False)
-    cache, _ = told(cache, 0, PROMPT[6:])
+    cache, _ = append_known(cache, 0, PROMPT[:4])
+    cache, _ = append_known(cache, 0, PROMPT[4:6], commit=False)
+    cache, _ = append_known(cache, 0, PROMPT[6:])
     assert found(cache, PROMPT) == [4]
-    # Cut back to the visible part, it goes on.
+    # Truncated to the visible part, it continues.
     cache, _ = truncate(cache, 0, 4)
-    cache, _ = told(cache, 0, PROMPT[4:])
+    cache, _ = append_known(cache, 0, PROMPT[4:])
     assert found(cache, PROMPT) == [8]
 
 
 def test_unknown_tokens_end_the_chain():
     cache, _ = allocate(reusing(), 0)
-    cache, _ = told(cache, 0, [*PROMPT[:5], -1, *PROMPT[6:]])
+    cache, _ = append_known(cache, 0, [*PROMPT[:5], -1, *PROMPT[6:]])
     assert found(cache, PROMPT) == [4]
     assert jkv.tokens(cache, 0).tolist()[:10] == [*PROMPT[:5], -1, *PROMPT[6:]]
-    cache, _ = append(cache, 0)  # no tokens at all
+    cache, _ = append(cache, 0)  # without tokens
     assert jkv.tokens(cache, 0).tolist()[10:12] == [-1, -1]
 
 
-def test_domains_share_nothing():
+def test_salts_share_nothing():
     cache = reusing()
     for seq_id, salt in enumerate((0, 7)):
         cache, _ = allocate(cache, 0, salts=salt)
-        cache, _ = told(cache, seq_id, PROMPT)
+        cache, _ = append_known(cache, seq_id, PROMPT)
     assert table(cache, 0)[:2] == [0, 1] and table(cache, 1)[:2] == [3, 4]
     assert found(cache, PROMPT, PROMPT, PROMPT, salts=[0, 7, 8]) == [8, 8, 0]
     cache = jkv.invalidate(cache, 7)
     assert found(cache, PROMPT, PROMPT, salts=[0, 7]) == [8, 0]
-    # The contents of the salt's open sequences are out of date, and stay so.
-    cache, _ = told(cache, 1, [1, 2, 3])
+    # Open sequences with the cleared salt never become visible again.
+    cache, _ = append_known(cache, 1, [1, 2, 3])
     assert found(cache, [*PROMPT, 1, 2, 3], salts=7) == [0]
     cache = jkv.clear_prefixes(cache)
     assert found(cache, PROMPT) == [0]
     jkv.check(cache)
 
 
-def test_cached_blocks_go_oldest_first_tails_first():
+def test_cached_blocks_are_evicted_in_lru_order_tails_first():
     first, second = PROMPT[:9], [50 + i for i in range(9)]
     cache = with_free_blocks(started(first, second), 0)
     cache, _ = free(cache, [0, 1])  # tables 0 1 2 and 3 4 5
     assert free_count(cache) == 6
     assert found(cache, first, second) == [8, 8]
-    # A hit on the first prompt revives its blocks; freed again they are the newest.
+    # A hit on the first prompt makes its blocks the most recently used.
     cache, result = allocate(cache, 0, tokens=[first])
     cache, _ = free(cache, result.seq_ids)
     sizes = []
@@ -170,7 +171,7 @@ def test_cached_blocks_go_oldest_first_tails_first():
         sizes.append((*found(cache, first, second), free_count(cache)))
         cache, _ = allocate(cache, 1)
         jkv.check(cache)
-    # Blocks 2 and 5 held no full block; then second's tail, its head, first's tail.
+    # Blocks 2 and 5 were not full; then the second tail, its head, the first tail.
     assert sizes == [(8, 8, 6), (8, 8, 5), (8, 8, 4), (8, 4, 3)]
 
 
@@ -180,17 +181,17 @@ def test_cached_blocks_go_oldest_first_tails_first():
 )
 def test_equal_prefixes_of_one_step_are_stored_once(count, length, expected):
     cache, _ = allocate(reusing(), [0] * count)
-    text = PROMPT[:length]
-    cache, step = append(cache, range(count), length, tokens=text * count)
-    cache = write_tokens(cache, step, text * count)
+    sequence = PROMPT[:length]
+    cache, step = append(cache, range(count), length, tokens=sequence * count)
+    cache = write_tokens(cache, step, sequence * count)
     jkv.check(cache)
     assert [table(cache, seq_id) for seq_id in range(count)] == expected
-    assert all(stored_tokens(cache, seq_id) == text for seq_id in range(count))
+    assert all(stored_tokens(cache, seq_id) == sequence for seq_id in range(count))
     assert free_count(cache) == 8 - len(set(sum(expected, [])))
 
 
 def test_a_decoding_step_is_committed_like_any_other():
-    """Known to be one lane for each request, it gives the result of runs of blocks."""
+    """The decode path gives the same result as the path for runs of blocks."""
     cache = started(PROMPT[:3], PROMPT[:7], [*PROMPT[:2], 99], PROMPT[:3])
     last = [PROMPT[3], PROMPT[7], 5, PROMPT[3]]
     cache, batch = jkv.append(cache, list(range(4)), tokens=jnp.asarray(last))
@@ -198,7 +199,7 @@ def test_a_decoding_step_is_committed_like_any_other():
     as_any = dataclasses.replace(batch, is_decoding=False)
     one_each = jkv.commit(cache, batch).metadata
     chex.assert_trees_all_equal(one_each, jkv.commit(cache, as_any).metadata)
-    # Sequences 0 and 3 now have the block that sequence 1 began with; 2 has its own.
+    # Sequences 0 and 3 now share the first block of sequence 1; 2 has its own.
     shared, own = table(cache, 1)[0], table(cache, 2)[0]
     first = one_each.groups[0].block_tables[:4, 0]
     assert first.tolist() == [shared, shared, own, shared]
@@ -208,59 +209,59 @@ def test_a_write_never_reaches_a_shared_cached_block():
     cache, _ = fork(started(PROMPT), 0)
     cache, status = truncate(cache, 0, 6)
     assert status.tolist() == [0] and table(cache, 0) == [0, 4]
-    cache, _ = told(cache, 0, [70, 71, 72])
+    cache, _ = append_known(cache, 0, [70, 71, 72])
     assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71, 72]
     cache, result = allocate(cache, 0, tokens=[PROMPT])
     assert stored_tokens(cache, int(result.seq_ids[0])) == PROMPT[:8]
     jkv.check(cache)
 
 
-def test_a_cut_into_an_unshared_block_needs_no_other():
-    """In a full pool roll-back works; cached blocks past the cut are forgotten."""
+def test_truncation_within_an_unshared_block_needs_no_other():
+    """Rollback works in a full pool; cached blocks past the cut are removed."""
     cache = started(PROMPT)
-    cache, result = allocate(cache, 0, tokens=[PROMPT[:8]])  # and another end, cached
-    cache, _ = told(cache, int(result.seq_ids[0]), [77, 78, 79, 80])
+    cache, result = allocate(cache, 0, tokens=[PROMPT[:8]])  # a cached branch
+    cache, _ = append_known(cache, int(result.seq_ids[0]), [77, 78, 79, 80])
     cache, _ = free(cache, result.seq_ids)
     cache = with_free_blocks(cache, 0)
     cache, status = truncate(cache, 0, 6)
     assert status.tolist() == [0] and table(cache, 0) == [0, 1]
     jkv.check(cache)
     assert match(cache, [PROMPT]) == [4]
-    cache, _ = told(cache, 0, [70, 71])
+    cache, _ = append_known(cache, 0, [70, 71])
     assert stored_tokens(cache, 0) == [*PROMPT[:6], 70, 71]
     assert match(cache, [[*PROMPT[:6], 70, 71, 72]]) == [8]
     jkv.check(cache)
 
 
-def test_a_cut_forgets_all_that_followed_it():
-    """Branches of others, cached behind the block that is cut, go with it."""
-    text = [*range(12), 12]
-    cache = started(text)
-    cache, result = allocate(cache, 0, tokens=[[*text[:8], 90]])
-    cache, _ = told(cache, int(result.seq_ids[0]), [90, 91, 92, 93])
+def test_truncation_removes_all_successors_from_the_index():
+    """Cached continuations of other sequences after the truncated block are removed."""
+    sequence = [*range(12), 12]
+    cache = started(sequence)
+    cache, result = allocate(cache, 0, tokens=[[*sequence[:8], 90]])
+    cache, _ = append_known(cache, int(result.seq_ids[0]), [90, 91, 92, 93])
     cache, _ = free(cache, result.seq_ids)
-    assert match(cache, [[*text[:8], 90, 91, 92, 93, 94], text]) == [12, 12]
+    assert match(cache, [[*sequence[:8], 90, 91, 92, 93, 94], sequence]) == [12, 12]
     assert jkv.stats(cache).cached_blocks == 1
     cache, _ = truncate(cache, 0, 7)
-    assert match(cache, [[*text[:8], 90, 91, 92, 93, 94], text]) == [4, 4]
+    assert match(cache, [[*sequence[:8], 90, 91, 92, 93, 94], sequence]) == [4, 4]
     assert jkv.stats(cache).cached_blocks == 0
     jkv.check(cache)
 
 
-def test_found_blocks_are_pinned_before_any_is_taken():
+def test_cached_blocks_are_pinned_before_any_is_allocated():
     cache = with_free_blocks(started(PROMPT[:9]), 0)
     cache, _ = free(cache, 0)
-    # The second request would take the cached blocks, but the first holds two.
+    # The second request would evict the cached blocks, but the first has pinned two.
     cache, result = allocate(cache, [12, 4], tokens=[PROMPT[:9], [99]])
     assert result.status.tolist() == [0, int(jkv.Status.OUT_OF_BLOCKS)]
     assert result.num_cached.tolist() == [8, 0]
     assert stored_tokens(cache, int(result.seq_ids[0])) == PROMPT[:8]
-    # A request that needs nothing but live blocks is served by an empty pool.
+    # A request that needs only live blocks is served by an empty pool.
     cache, result = allocate(cache, 0, tokens=[PROMPT[:9]])
     assert result.status.tolist() == [0] and result.num_cached.tolist() == [8]
 
 
-def test_evict_cached_forgets_the_oldest():
+def test_evict_cached_removes_the_oldest():
     cache = started(PROMPT, [50 + i for i in range(9)])
     cache, _ = free(cache, [1, 0])
     sizes = []
@@ -275,12 +276,12 @@ def test_evict_cached_forgets_the_oldest():
 def test_forks_and_reordered_sequences_still_commit():
     cache = started(PROMPT[:6])
     cache, _ = fork(cache, 0)
-    cache, _ = told(cache, 1, [30, 31])
+    cache, _ = append_known(cache, 1, [30, 31])
     cache, _ = reorder(cache, 0, 1)
-    cache, _ = told(cache, 0, [40, 41, 42, 43])
-    text = [*PROMPT[:6], 30, 31, 40, 41, 42, 43]
-    assert stored_tokens(cache, 0) == text
-    assert found(cache, [*text, 1]) == [12]
+    cache, _ = append_known(cache, 0, [40, 41, 42, 43])
+    sequence = [*PROMPT[:6], 30, 31, 40, 41, 42, 43]
+    assert stored_tokens(cache, 0) == sequence
+    assert found(cache, [*sequence, 1]) == [12]
     jkv.check(cache)
 
 
@@ -290,8 +291,7 @@ def test_forks_and_reordered_sequences_still_commit():
     ids=["hits that grow", "hits alone", "new prompts"],
 )
 def test_ten_thousand_prompts_end_with_the_full_pool(num_tokens, change, cached):
-    """Each hit leaves a hole in the ring, which has room for as many as blocks; each
-    new prompt enters two blocks in the index, which has room for all."""
+    """Hits leave holes in the ring, and new prompts fill the index."""
     cache = started(PROMPT, num_blocks=NUM_TURNING)
     cache, _ = free(cache, 0)
     found = np.zeros(2, np.int32)
@@ -300,12 +300,12 @@ def test_ten_thousand_prompts_end_with_the_full_pool(num_tokens, change, cached)
     assert found.tolist() == [cached, 80_000] and free_count(cache) == NUM_TURNING
 
 
-NUM_TURNING = 22  # more blocks than places in a bucket
+NUM_TURNING = 46  # more blocks than a hash bucket has places
 
 
 @jax.jit
 def take_turns(carry, num_tokens, change):
-    """Prompts come, grow to ten tokens at most, are committed and go."""
+    """Allocate prompts, grow each to ten tokens at most, commit and free it."""
 
     def turn(index, carry):
         cache, found = carry
@@ -326,8 +326,8 @@ def take_turns(carry, num_tokens, change):
 
 
 @pytest.mark.parametrize("name", ["salts", "parents", "tokens"])
-def test_a_hash_only_proposes(name):
-    """An entry's own salt, parent and tokens must be the prompt's."""
+def test_lookup_compares_tokens_not_only_hashes(name):
+    """An index entry matches only with the prompt's salt, parent and tokens."""
     cache = started(PROMPT)
     assert found(cache, PROMPT) == [8]
     metadata, second = cache.metadata, table(cache, 0)[1]
@@ -382,7 +382,7 @@ def test_prompts_and_salts_must_fit():
         jkv.match(cache, np.array([PROMPT]), [0, 0])
 
 
-def test_cached_blocks_are_evicted_and_live_ones_never():
+def test_only_unreferenced_cached_blocks_are_evicted():
     first, second = list(range(9)), list(range(10, 19))
     cache, _ = free(started(first[:8], second[:8]), 1)
     cache = jkv.evict_cached(cache, 1)
@@ -390,27 +390,27 @@ def test_cached_blocks_are_evicted_and_live_ones_never():
     assert cached == [False, False, True, False]
     cache = jkv.evict_cached(cache, 99)
     assert stored_tokens(cache, 0) == first[:8]
-    assert found(cache, first, second) == [8, 0]  # live, still found
+    assert found(cache, first, second) == [8, 0]  # live, still indexed
 
 
-def test_an_empty_sequence_commits_after_forgetting():
+def test_an_empty_sequence_commits_after_clear_prefixes():
     cache, _ = allocate(started(PROMPT), 0)
     cache = jkv.invalidate(cache, 0)
     assert found(cache, PROMPT) == [0]
-    cache, _ = told(cache, 1, PROMPT)
+    cache, _ = append_known(cache, 1, PROMPT)
     assert found(cache, PROMPT) == [8]
-    cache, _ = told(cache, 0, [20, 21])  # this one had tokens: it adds no more
+    cache, _ = append_known(cache, 0, [20, 21])  # commits no more
     assert found(cache, [*PROMPT, 20, 21, 22]) == [8]
     jkv.check(cache)
 
 
-def test_a_block_shared_before_commit_is_not_entered():
+def test_a_block_shared_before_commit_is_not_indexed():
     cache, _ = allocate(reusing(), 0)
-    cache, batch = told(cache, 0, PROMPT[:8], commit=False)
+    cache, batch = append_known(cache, 0, PROMPT[:8], commit=False)
     cache, _ = fork(cache, 0)
     cache = jkv.commit(cache, batch)
     assert found(cache, PROMPT) == [0]
-    cache, _ = told(cache, 0, [30, 31, 32, 33])
+    cache, _ = append_known(cache, 0, [30, 31, 32, 33])
     assert found(cache, [*PROMPT[:8], 30, 31, 32, 33, 34]) == [0]
     jkv.check(cache)
 

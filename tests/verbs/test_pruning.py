@@ -1,4 +1,4 @@
-"""prune: sequences that keep only some of their tokens."""
+"""Tests of prune: sequences that keep only some of their tokens."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ from jkv.blocks import row_copies
 from jkv.status import UsageError
 
 pytestmark = pytest.mark.one_end
-THETAS = jnp.asarray([100.0, 10.0])  # of each layer
+THETAS = jnp.asarray([100.0, 10.0])  # by layer
 
 
 def turn(rows, positions, theta):
-    """Rotary embedding of neighbouring pairs, [..., D], at positions [...]."""
+    """Rotate neighbouring pairs of [..., D] by positions [...] (RoPE)."""
     pairs = rows.reshape(*rows.shape[:-1], -1, 2)
     exponents = jnp.arange(pairs.shape[-2], dtype=jnp.float32) / pairs.shape[-2]
     angles = positions[..., None] * (theta**-exponents).reshape(
@@ -41,14 +41,14 @@ def turn(rows, positions, theta):
 
 
 def rotate(keys, delta, layer):
-    """`turn` as `prune` calls it."""
+    """`turn` with the signature of `prune`'s argument."""
     delta = jnp.broadcast_to(delta, keys.shape[:-1]).astype(jnp.float32)
     return turn(keys, delta, THETAS[layer])
 
 
 @functools.cache
 def two_layers(dtype, **changes):
-    """Twelve tokens in two layers of two heads, keys rotated by their positions."""
+    """Return twelve tokens in two layers of two heads, keys rotated by position."""
     config = small_config(
         num_layers=2, num_kv_heads=2, head_dim=4, dtype=dtype, pruning=True, **changes
     )
@@ -76,7 +76,7 @@ def read_layer(cache, layer, length=8):
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"]
 )
 @pytest.mark.filterwarnings("ignore:keys in int4")
-def test_rows_move_as_they_are_stored(dtype):
+def test_rows_are_moved_as_stored(dtype):
     before, _ = two_layers(dtype)
     after, status = jkv.prune(before, 0, [KEPT], len(KEPT))
     assert names(status) == ["OK"]
@@ -87,7 +87,7 @@ def test_rows_move_as_they_are_stored(dtype):
             np.testing.assert_array_equal(new, old[KEPT])
 
 
-def test_latent_rows_move():
+def test_latent_rows_are_moved():
     before, _ = two_layers("float32", values_in_keys=True, value_head_dim=2)
     after, _ = jkv.prune(before, 0, [KEPT], len(KEPT))
     np.testing.assert_array_equal(
@@ -118,7 +118,7 @@ def test_rotation_moves_keys_to_the_positions_of_their_slots(dtype, error):
         wanted = turn(jnp.asarray(raw[layer][KEPT]), slots, THETAS[layer])
         np.testing.assert_allclose(keys, wanted, atol=error)
         np.testing.assert_allclose(values, raw[layer][KEPT], atol=error)
-    # Positions are slots again: a second rotation works, one after gaps does not.
+    # Positions equal slots again: another rotation works, but not after gaps.
     again, status = jkv.prune(cache, 0, [[0, 5]], 2, rotate=rotate)
     assert names(status) == ["OK"]
     keys, _ = read_layer(again, 0, 2)
@@ -130,13 +130,13 @@ def test_rotation_moves_keys_to_the_positions_of_their_slots(dtype, error):
     )
 
 
-def test_whole_blocks_move_without_a_copy():
+def test_whole_blocks_are_moved_without_a_copy():
     cache = opened(14, pruning=True)
     kept = [[*range(4), *range(8, 14)]]
     after, status = jkv.prune(cache, 0, kept, 10)
     assert names(status) == ["OK"]
     assert table(after, 0) == [0, 2, 3]
-    # Outside jit the storage is not touched.
+    # Outside jit the storage is untouched.
     pools = [each.storage[0].key_pool for each in (cache, after)]
     assert pools[0].unsafe_buffer_pointer() == pools[1].unsafe_buffer_pointer()
 
@@ -155,7 +155,7 @@ def test_a_shared_tail_is_copied():
 
 
 def test_a_window_moves_over_released_blocks(monkeypatch):
-    """Its first row moves into the block of the second column's rows: copied last."""
+    """Its first row moves into the block of the second column, so it is copied last."""
     monkeypatch.setattr(row_copies, "COLUMNS_PER_TRIP", 1)
     config = small_config(sliding_window=10, max_context_length=24, pruning=True)
     cache, _ = jkv.allocate(jkv.init(config), [0])
@@ -174,7 +174,7 @@ def append_rows(cache, rows):
     return jkv.write(cache, 0, batch, rows, rows)
 
 
-def test_a_sequence_is_cut_to_its_kept_tokens_or_to_nothing():
+def test_a_sequence_is_truncated_to_its_kept_tokens_or_to_nothing():
     cache = opened(12, pruning=True)
     cache, _ = jkv.prune(cache, 0, [[0, 1, 8, 9, 10]], 5)
     cache, _ = append(cache, [0], [3])
@@ -215,7 +215,7 @@ def test_swapped_sequences_need_a_cache_with_pruning():
         jkv.swap_in(small_cache(), swapped)
     cache, result = jkv.swap_in(cache, swapped)
     assert jkv.next_positions(cache)[result.seq_ids].tolist() == [12]
-    # Whole sequences enter any cache.
+    # Unpruned sequences can be swapped into any cache.
     _, whole = jkv.swap_out(opened(12, pruning=True), 0)
     assert names(jkv.swap_in(small_cache(), whole)[1].status) == ["OK"]
 
@@ -227,7 +227,7 @@ GROUPS = jkv.GroupedConfig(
 
 
 @pytest.mark.parametrize(
-    "config, kept, says",
+    "config, kept, message",
     [
         (small_config(), [[0]], "pruning=True"),
         (small_config(pruning=True), [[0.5]], "integer slots"),
@@ -240,9 +240,9 @@ GROUPS = jkv.GroupedConfig(
         (GROUPS, ([[0]], [[0, 1]]), "one width"),
     ],
 )
-def test_wrong_selections_are_refused_by_name(config, kept, says):
+def test_wrong_selections_are_refused_by_name(config, kept, message):
     cache, _ = jkv.allocate(jkv.init(config), [0])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         jkv.prune(cache, 0, kept, 0)
 
 
@@ -265,7 +265,7 @@ def test_a_call_without_requests_changes_nothing():
     assert after is cache and status.shape == (0,)
 
 
-def test_debug_mode_finds_nothing_in_pruned_sequences():
+def test_debug_mode_accepts_pruned_sequences():
     cache = jkv.debug(jkv.init(small_config(pruning=True, prefix_caching=True)))
     cache, _ = jkv.allocate(cache, [0])
 

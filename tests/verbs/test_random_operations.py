@@ -1,6 +1,6 @@
-"""Thousands of random operations, compared with the plain-Python cache one by one.
+"""Random operations, each compared with the plain-Python cache.
 
-`JKV_RANDOM_OPERATIONS=20` plays all shapes in all modes, twenty times each.
+`JKV_RANDOM_OPERATIONS=20` runs all shapes in all modes, twenty times each.
 """
 
 import copy
@@ -10,9 +10,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.jax_versions import further
-from support.oracle.cache import INVALID_ARGUMENT, OK
-from support.random_operations import (
+from support.caches.random_operations import (
     DTYPES,
     GROUPED,
     SHAPES,
@@ -20,16 +18,18 @@ from support.random_operations import (
     Game,
     make_verbs,
 )
+from support.jax_versions import further
+from support.oracle.cache import INVALID_ARGUMENT, OK
 from support.small_caches import with_metadata, with_storage_filled
 
 import jkv
 
-# Of keys in int4.
+# int4 keys warn.
 pytestmark = pytest.mark.filterwarnings("ignore:keys in int4")
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
-# The newest JAX plays `test_random_reuse.py`, which has all of these operations. Each
-# shape is played in one mode; with more effort all, in all modes.
+# The newest JAX runs `test_random_reuse.py`, which has all of these operations. Each
+# shape runs in one mode; with more effort all shapes run in all modes.
 PLAYED = {"roomy": "eager", "few blocks": "donated"}
 FURTHER = {
     "one cell": "eager",
@@ -40,7 +40,7 @@ FURTHER = {
 }
 CASES = [*PLAYED.items(), *further(FURTHER.items())]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
-# Two of the shapes that are played eagerly: their programs are there already.
+# Two of the shapes that run eagerly: their programs are already compiled.
 EAGER = ["roomy", *further(["blocks of 16"])]
 
 
@@ -59,8 +59,8 @@ def test_random_operations(name, mode, tmp_path):
             dtype=DTYPES.get(name, "float32"),
         )
         game.play(num_operations=150)
-        # Every cause came up, where the shape lets it: with one sequence or one block
-        # for all, some come up by luck only.
+        # Every status occurs if the shape allows it; with a single sequence or block
+        # some occur only by luck.
         if not name.startswith("one"):
             assert set(game.num_requests) == set(range(7)), game.num_requests
             num_shared += game.num_shared
@@ -76,7 +76,7 @@ ALL_WINDOWED = [(name, mode) for name in WINDOWED for mode in MODES]
 @pytest.mark.parametrize("name, mode", PLAYED_WINDOWED if EFFORT == 1 else ALL_WINDOWED)
 @pytest.mark.one_end
 def test_random_operations_with_a_window(name, mode, tmp_path):
-    """Blocks that no row will see again are given back."""
+    """Blocks that no later row needs are released."""
     verbs, num_gone = make_verbs(mode), 0
     shape, window = WINDOWED[name]
     for seed in range(EFFORT):
@@ -104,7 +104,7 @@ ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 @pytest.mark.parametrize("name, mode", PLAYED_GROUPS if EFFORT == 1 else ALL_GROUPS)
 @pytest.mark.one_end
 def test_random_operations_in_groups(name, mode, tmp_path):
-    """Each group of layers has a pool of its own; a request is served in all."""
+    """Each group of layers has its own pool; a request is served in all or none."""
     verbs, requests = make_verbs(mode), Counter()
     groups, shape = GROUPED[name]
     num_gone = [0] * len(groups)
@@ -133,14 +133,14 @@ def test_random_operations_in_groups(name, mode, tmp_path):
 @pytest.mark.parametrize("name", EAGER)
 @pytest.mark.one_end
 def test_random_operations_without_storage(name, tmp_path):
-    """Metadata alone follows the oracle just as well."""
+    """A cache without storage agrees with the oracle, too."""
     game = Game(SHAPES[name], make_verbs("eager"), 7, storage=False, folder=tmp_path)
     game.play(num_operations=120)
 
 
 @functools.cache
 def played_game(name):
-    """A game with more than one block in its longest sequence."""
+    """Return a game whose longest sequence has more than one block."""
     game = Game(SHAPES[name], make_verbs("eager"), seed=11)
     game.play(num_operations=40)
     while not game.oracle.open or game.oracle.block_size >= max(
@@ -154,7 +154,7 @@ def played_game(name):
 @pytest.mark.parametrize("name", EAGER)
 @pytest.mark.one_end
 class TestTheComparisonCanFail:
-    """A cache that is wrong in one place is found out."""
+    """A cache with a single error is detected."""
 
     @pytest.fixture
     def game(self, name):

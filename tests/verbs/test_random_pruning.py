@@ -1,18 +1,18 @@
-"""Random operations with prune among them, compared with the plain-Python cache."""
+"""Random operations with prune, compared with the plain-Python cache."""
 
 import os
 
 import pytest
-from support.jax_versions import further
-from support.oracle.cache import INVALID_ARGUMENT, OK, StateRules
-from support.random_operations import GROUPED, SHAPES, WINDOWED, Pool
-from support.random_pruning import (
+from support.caches.random_operations import GROUPED, SHAPES, WINDOWED, Pool
+from support.caches.random_pruning import (
     PruneGame,
     PruneReuseGame,
     PruneStateGame,
     make_pruned_state_verbs,
     make_pruning_verbs,
 )
+from support.jax_versions import further
+from support.oracle.cache import INVALID_ARGUMENT, OK, StateRules
 
 from jkv.blocks import row_copies
 
@@ -33,12 +33,12 @@ GROUPS = [
 
 @pytest.fixture(autouse=True)
 def _few_columns_per_trip(monkeypatch):
-    """Copy in several trips, whose order then matters."""
+    """Several trips per copy, so that their order matters."""
     monkeypatch.setattr(row_copies, "COLUMNS_PER_TRIP", 1)
 
 
-def play_games(kind, *args, seed, mode, folder, num_operations=150, **options):
-    """Play some games of a kind, and return them."""
+def play_games(kind, *args, seed, mode, folder, num_operations=100, **options):
+    """Play and return games of one kind."""
     games = []
     for number in range(EFFORT):
         donate = mode == "donated"
@@ -66,7 +66,7 @@ def test_pruned_sequences_keep_the_selected_tokens(name, mode, tmp_path):
 
 
 @pytest.mark.parametrize("name, mode", WINDOWS)
-def test_windows_move_behind_the_kept_tokens(name, mode, tmp_path):
+def test_windows_move_after_the_kept_tokens(name, mode, tmp_path):
     shape, window = WINDOWED[name]
     play_games(
         PruneGame,
@@ -138,7 +138,7 @@ STATE_CASES = [("full", "donated"), *further([("full and window", "jitted")])]
 
 
 @pytest.mark.parametrize("name, mode", STATE_CASES)
-def test_states_stay_when_their_tokens_are_dropped(name, mode, tmp_path):
+def test_states_are_kept_if_their_tokens_are_dropped(name, mode, tmp_path):
     groups, place, shape, rules = STATES[name]
     games = play_games(
         PruneStateGame,

@@ -1,14 +1,14 @@
-"""Random operations with prompts, late commits and aborted steps, and poor hashes.
+"""Random operations with prompts, late commits, aborted steps and weak hashes.
 
-`JKV_RANDOM_OPERATIONS=20` plays all shapes in all modes, twenty times each.
+`JKV_RANDOM_OPERATIONS=20` runs all shapes in all modes, twenty times each.
 """
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.caches.random_operations import DTYPES, GROUPED, SHAPES
+from support.caches.random_reuse import ReuseGame, make_reuse_verbs
 from support.jax_versions import dealt, further
-from support.random_operations import DTYPES, GROUPED, SHAPES
-from support.random_reuse import ReuseGame, make_reuse_verbs
 from support.small_caches import (
     allocate,
     append,
@@ -25,8 +25,8 @@ from jkv.prefixes import hashing
 
 pytestmark = pytest.mark.filterwarnings("ignore:keys in int4")
 MODES = ["donated", "jitted", "eager"]
-# Shapes in which prompts are found again; in others blocks are hardly ever filled.
-# `test_compaction.py` plays eagerly.
+# Shapes with prefix cache hits; in others blocks are rarely filled.
+# `test_compaction.py` runs eagerly.
 OTHERS = {"many sequences": "eager", "blocks of one": "jitted", "few blocks": "eager"}
 CASES = [("roomy", "donated"), *further(OTHERS.items())]
 ALL_CASES = [(name, mode) for name in SHAPES for mode in MODES]
@@ -46,26 +46,26 @@ def test_random_reuse(name, mode, tmp_path):
             dtype=DTYPES.get(name, "float32"),
         )
         game.play(num_operations=100)
-        # With room for one block only, or for long blocks, few are ever filled.
+        # With a single block, or long blocks, few are ever filled.
         assert game.num_hits > 0 or name.startswith(("one", "blocks of 16"))
 
 
-# Shapes, windows above the block size, which an index needs, with sinks; and games.
+# Shapes, windows above the block size (required by the index), sinks; and seeds.
 CUT_SHORT = {
     "window": ((16, 2, 4, 17), (4, 0), 5),
     "window and sinks": ((18, 2, 5, 23), (5, 3), 338),
 }
 
 
-# Windows and sinks are in the groups below, too.
+# The groups below have windows and sinks, too.
 @pytest.mark.parametrize(
     "name, mode",
     dealt(further([("window", "donated"), ("window and sinks", "jitted")])),
 )
 def test_random_reuse_with_a_window(name, mode, tmp_path):
-    """A prompt is found if its next row's tokens are there, though it began before.
+    """A prompt is found if the tokens its next row needs are cached.
 
-    The oracle knows prefixes by all of their tokens.
+    The oracle identifies prefixes by all of their tokens.
     """
     verbs = make_reuse_verbs(mode)
     shape, window, first_seed = CUT_SHORT[name]
@@ -84,7 +84,7 @@ def test_random_reuse_with_a_window(name, mode, tmp_path):
     assert num_hits > num_beyond > 0
 
 
-# The three have all that others have.
+# The three include all features of the others.
 OTHER_GROUPS = {"full and window": "jitted", "two full": "donated"}
 OTHER_GROUPS |= {"two windows": "eager"}
 PLAYED_GROUPS = [("three", "jitted"), *further(OTHER_GROUPS.items())]
@@ -94,7 +94,7 @@ ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 @pytest.mark.parametrize("name, mode", PLAYED_GROUPS if EFFORT == 1 else ALL_GROUPS)
 @pytest.mark.one_end
 def test_random_reuse_in_groups(name, mode, tmp_path):
-    """A prompt is found if each group has its next row's tokens."""
+    """A prompt is found if each group has the tokens its next row needs."""
     verbs = make_reuse_verbs(mode)
     groups, shape = GROUPED[name]
     num_hits = num_beyond = 0
@@ -114,11 +114,11 @@ def test_random_reuse_in_groups(name, mode, tmp_path):
     assert (num_beyond > 0) == any(pool.window for pool in groups)
 
 
-@pytest.mark.further  # test_prefixes.py compares each thing behind such a hash
+@pytest.mark.further  # test_prefixes.py covers each comparison behind such a hash
 @pytest.mark.parametrize("mask", [0, 1], ids=["constant", "one bit"].__getitem__)
 @pytest.mark.one_end
 def test_a_hash_that_collides_never_gives_a_wrong_hit(mask, monkeypatch):
-    """A hit has the prompt's tokens, and its blocks keep the invariants."""
+    """A hit has the prompt's tokens, and its blocks satisfy the invariants."""
     good, traced = hashing.column_hash, []
 
     def poor(tokens, column):
@@ -129,8 +129,7 @@ def test_a_hash_that_collides_never_gives_a_wrong_hit(mask, monkeypatch):
     monkeypatch.setattr(
         hashing, "salt_hash", lambda salts: jnp.full(salts.shape, 7, jnp.uint32)
     )
-    # No other test has pools of this size: nothing of theirs is compiled with it, and
-    # nothing of its own is left to them.
+    # A pool size of its own, so that no compiled program is shared with other tests.
     cache = small_cache(num_blocks=37 + mask, prefix_caching=True)
     rng = np.random.default_rng(mask)
     length, num_hits = 13, 0

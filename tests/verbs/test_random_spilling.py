@@ -1,12 +1,12 @@
-"""Random operations with cached blocks that leave for the host and come back."""
+"""Random operations with cached blocks that spill to the host and are restored."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.caches.random_operations import DTYPES, GROUPED, SHAPES
+from support.caches.random_reuse import make_reuse_verbs
+from support.caches.spilling import SpillGame, StateSpillGame
 from support.jax_versions import further
-from support.random_operations import DTYPES, GROUPED, SHAPES
-from support.random_reuse import make_reuse_verbs
-from support.random_states import make_state_verbs
 from support.small_caches import (
     allocate,
     append,
@@ -16,16 +16,16 @@ from support.small_caches import (
     stored_tokens,
     write_tokens,
 )
-from support.spilling import SpillGame, StateSpillGame
+from support.states.random_states import make_state_verbs
 from test_random_operations import EFFORT
 from test_random_states import GAMES
 
 import jkv
 from jkv.prefixes import hashing
 
-# Of one group; `test_keeping.py` plays the same with classes.
+# One group; `test_keeping.py` covers the same with priorities.
 CASES = further([("roomy", "donated"), ("few blocks", "jitted")])
-# Groups with states are played below.
+# Groups with states are tested below.
 GROUPS = further([("full and window", "jitted"), ("three", "donated")])
 GROUPS += further([("two full", "jitted")])
 
@@ -97,7 +97,7 @@ def test_random_spilling_of_states(name, mode, tmp_path):
 @pytest.mark.parametrize("mask", [0, 3], ids=["constant", "two bits"])
 @pytest.mark.one_end
 def test_restored_blocks_match_tokens_under_hash_collisions(mask, monkeypatch):
-    """Where hashes collide less is found, and never another text's blocks."""
+    """Collisions reduce hits, and never return another sequence's blocks."""
     good = hashing.column_hash
     monkeypatch.setattr(
         hashing,
@@ -107,7 +107,7 @@ def test_restored_blocks_match_tokens_under_hash_collisions(mask, monkeypatch):
     monkeypatch.setattr(
         hashing, "salt_hash", lambda salts: jnp.full(salts.shape, 7, jnp.uint32)
     )
-    # No other test has pools of this size, so that no program is shared.
+    # A pool size of its own, so that no compiled program is shared with other tests.
     cache = small_cache(num_blocks=41 + mask, prefix_caching=True)
     rng, num_found, spilled = np.random.default_rng(mask), 0, []
     for _ in range(12):

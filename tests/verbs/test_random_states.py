@@ -1,17 +1,17 @@
-"""Random operations on caches with states in some layers.
+"""Random operations on caches with recurrent states in some layers.
 
-`JKV_RANDOM_OPERATIONS=20` plays all in all modes, twenty times each.
+`JKV_RANDOM_OPERATIONS=20` runs all games in all modes, twenty times each.
 """
 
 import pytest
+from support.caches.random_operations import Pool
 from support.jax_versions import further
 from support.oracle.cache import StateRules
-from support.random_operations import Pool
-from support.random_states import StateGame, make_state_verbs
+from support.states.random_states import StateGame, make_state_verbs
 from test_random_operations import EFFORT
 
 MODES = ["donated", "jitted", "eager"]
-# Groups with blocks, the place of the one with states among them, the shape, and rules.
+# Groups with blocks, the index of the group with states, the shape, and the limits.
 GAMES = {
     "full": ((Pool(16),), 0, (2, 4, 17), StateRules(3, 3, 4)),
     "full and window": ((Pool(24), Pool(12, 4)), 1, (2, 5, 23), StateRules(2, 4, 2)),
@@ -26,7 +26,7 @@ ALL_CASES = [(name, mode) for name in GAMES for mode in MODES]
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
 @pytest.mark.one_end
 def test_random_states(name, mode, tmp_path):
-    """The state of a sequence is the fold of its tokens, after any operations."""
+    """The state of a sequence is the fold of its tokens after any operations."""
     groups, place, shape, rules = GAMES[name]
     verbs, num_hits, num_cuts = make_state_verbs(mode), 0, 0
     for seed in range(EFFORT):
@@ -44,5 +44,5 @@ def test_random_states(name, mode, tmp_path):
         num_hits += game.num_hits
         num_cuts += game.num_cuts_to_snapshots
     assert num_hits > 0 or name == "window"
-    # A window has mostly released the tokens that the row after a snapshot would see.
+    # A window has usually released the tokens that the row after a snapshot needs.
     assert num_cuts > 0 or "window" in name

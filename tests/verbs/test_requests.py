@@ -1,4 +1,4 @@
-"""Rules of every verb: batches, padding, refusals, and the order of service."""
+"""Rules common to all verbs: batches, padding, refusals, and the order of service."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
-# Every verb with one good request, one padding and one refused.
+# Each verb with a valid, a padding and a refused request.
 CALLS = {
     "allocate": lambda c: jkv.allocate(c, i32(1, -1, -2)),
     "append": lambda c: jkv.append(c, i32(0, -1, 3), i32(1, 1, 1)),
@@ -61,7 +61,7 @@ class TestAnyVerb:
         bits = without_refusals(before)
         eager = call(before)
         jitted = jax.jit(call)(before)
-        # Nothing donates by itself: the old value is still there.
+        # Verbs do not donate: the old value still exists.
         assert without_refusals(before) == bits
         donated = jax.jit(call, donate_argnums=0)(copied(before))
         leaves = [jax.tree.leaves(result) for result in (eager, jitted, donated)]
@@ -71,7 +71,7 @@ class TestAnyVerb:
 
     @pytest.mark.parametrize("verb", CALLS)
     @pytest.mark.one_end
-    def test_answers_each_request_for_itself(self, verb):
+    def test_has_one_status_per_request(self, verb):
         cache, result = CALLS[verb](opened(6, 6))
         status = getattr(result, "status", result)
         assert status.shape == (3,) and status.dtype == jnp.int32
@@ -107,7 +107,7 @@ class TestAnyVerb:
         assert lengths(cache)[0] == 9
         jkv.check(cache)
 
-    def test_takes_a_python_int_for_all(self):
+    def test_broadcasts_a_python_int(self):
         cache, batch = jkv.append(opened(1, 1, 1), i32(0, 1, 2), 2, capacity=6)
         assert batch.query_lengths.tolist() == [2, 2, 2]
         cache, status = jkv.truncate(cache, i32(0, 1, 2), 2)
@@ -116,7 +116,7 @@ class TestAnyVerb:
         assert names(status) == ["OK"] * 3
 
     @pytest.mark.one_end
-    def test_takes_a_python_int_alone_as_one_request(self):
+    def test_accepts_a_python_int_as_one_request(self):
         cache, result = jkv.allocate(small_cache(), 5)
         assert result.seq_ids.tolist() == [0]
         assert jkv.can_allocate(cache, 5).tolist() == [True]
@@ -145,7 +145,7 @@ class TestAnyVerb:
 
     @pytest.mark.parametrize("seq_id", [1, 3, 4, 5, MAX, -2, -3, MIN])
     @pytest.mark.one_end
-    def test_an_id_that_is_not_open_is_an_invalid_sequence(self, seq_id):
+    def test_a_closed_id_is_an_invalid_sequence(self, seq_id):
         cache = opened(6)
         for answer in [
             append(cache, seq_id),
@@ -198,8 +198,8 @@ class TestAnyVerb:
         cache, _ = free(with_metadata(cache, counters=full), [7, 7])
         assert refusal_counts(cache)[Status.INVALID_SEQUENCE] == 2**32 + 1
 
-    def test_values_compile_nothing_new(self):
-        """Eager calls with other values, ints too, reuse the compiled programs."""
+    def test_new_values_reuse_compiled_programs(self):
+        """Eager calls with other values, Python ints included, compile nothing."""
         compiled = []
 
         def listen(event, _, **__):
@@ -233,7 +233,7 @@ class TestAnyVerb:
 
 @pytest.mark.one_end
 class TestOrderOfCauses:
-    """The first of several causes is reported."""
+    """The first of several reasons is reported."""
 
     def test_append(self):
         cache = with_free_blocks(opened(6), 0)
@@ -243,7 +243,7 @@ class TestOrderOfCauses:
             "INVALID_SEQUENCE",
             "CONTEXT_FULL",
         ]
-        # 7 more tokens fit neither the row nor the pool, 9 more no context either.
+        # 7 more tokens exceed both the rows and the pool, 9 more also the context.
         for count, cause in [(9, "CONTEXT_FULL"), (7, "BATCH_FULL")]:
             _, batch = jkv.append(cache, i32(0, -1, -1), i32(count, 0, 0), capacity=1)
             assert names(batch.status)[0] == cause
@@ -275,21 +275,21 @@ class TestOrderOfCauses:
 class TestWhoGetsTheLastBlocks:
     def test_requests_are_served_in_order(self):
         cache = with_free_blocks(opened(4, 4, 4), 2)
-        first, second = range(6, 8)  # the ones left in the ring
+        first, second = range(6, 8)  # the remaining blocks of the ring
         cache, step = append(cache, [2, 0, 1])
         assert names(step.status) == ["OK", "OK", "OUT_OF_BLOCKS"]
         assert table(cache, 2)[-1] == first and table(cache, 0)[-1] == second
 
-    def test_one_that_does_not_fit_shuts_later_ones_out(self):
+    def test_a_request_that_does_not_fit_blocks_later_ones(self):
         cache = with_free_blocks(small_cache(), 3)
         answer = allocate(cache, [13, 1, 4])
         assert_refused(cache, answer, *["OUT_OF_BLOCKS"] * 3)
         assert free_count(answer[0]) == 3
-        # A fitting request takes the last one.
+        # A fitting request takes the remaining blocks.
         cache, result = allocate(cache, 12)
         assert names(result.status) == ["OK"] and free_count(cache) == 0
 
-    def test_a_request_without_need_of_blocks_is_served(self):
+    def test_a_request_that_needs_no_blocks_is_served(self):
         cache, result = allocate(with_free_blocks(opened(1), 3), [13, 0, 4])
         assert names(result.status) == ["OUT_OF_BLOCKS", "OK", "OUT_OF_BLOCKS"]
         cache, step = append(with_free_blocks(opened(4, 3), 0), [0, 1])
@@ -304,7 +304,7 @@ class TestWhoGetsTheLastBlocks:
         assert names(batch.status) == ["CONTEXT_FULL", "INVALID_SEQUENCE", "OK"]
 
     def test_a_call_is_judged_by_the_blocks_free_before_it(self):
-        # Sequence 1 shares block 0 and needs a copy; sequence 2 gives four blocks up.
+        # Sequence 1 shares block 0 and needs a copy; sequence 2 releases four blocks.
         cache, _ = fork(opened(4), 0)
         cache, _ = allocate(cache, 14)
         cache = with_free_blocks(cache, 0)
@@ -318,7 +318,7 @@ class TestWhoGetsTheLastBlocks:
         assert stored_tokens(cache, 0) == [0, 1, 2, 3]
         jkv.check(cache)
 
-    def test_one_refused_for_lack_of_blocks_takes_no_row(self):
+    def test_a_request_refused_for_blocks_takes_no_row(self):
         cache = with_free_rows(with_free_blocks(small_cache(), 3), 1)
         cache, result = allocate(cache, [13, 0, 1])
         assert names(result.status) == ["OUT_OF_BLOCKS", "OK", "OUT_OF_SEQUENCES"]
@@ -327,7 +327,7 @@ class TestWhoGetsTheLastBlocks:
     def test_huge_requests_do_not_overflow(self):
         cache, result = allocate(small_cache(), [MAX, MAX, 4])
         assert names(result.status) == ["CONTEXT_FULL", "CONTEXT_FULL", "OK"]
-        # Padding and refused requests own as many rows as they ask for.
+        # Padding and refused requests own the rows that they request.
         for seq_ids, counts in (([-1, -1, 0], [MAX, MAX, 4]), ([9, 9, 0], [MAX, 2, 1])):
             _, batch = jkv.append(cache, i32(*seq_ids), i32(*counts))
             assert names(batch.status)[2] == "BATCH_FULL"
@@ -337,7 +337,7 @@ class TestWhoGetsTheLastBlocks:
 
 
 def operations_on(size, jaxpr):
-    """Names of the primitives that read or make an array with a dimension `size`."""
+    """Return names of primitives on arrays with a dimension `size`."""
     found = set()
     for equation in jaxpr.eqns:
         inner = [
@@ -373,8 +373,8 @@ def operations_on(size, jaxpr):
     ],
     ids=["allocate", "append", "fork", "free", "truncate"],
 )
-def test_single_ids_are_touched_of_a_pool_of_any_size(verb):
-    size = 4099  # no other dimension is this one
+def test_touching_single_ids_is_independent_of_the_pool_size(verb):
+    size = 4099  # no other dimension has this size
     cache = jax.eval_shape(
         lambda: jkv.init(small_config(num_blocks=size), storage=False)
     )

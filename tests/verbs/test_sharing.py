@@ -1,4 +1,4 @@
-"""fork, truncate, reorder: sequences that share blocks, and part ways."""
+"""Tests of fork, truncate and reorder: sequences that share blocks and diverge."""
 
 import pytest
 from support.small_caches import (
@@ -31,7 +31,7 @@ MIN = -(2**31)
 
 
 def reserved():
-    """Six tokens in a sequence with four blocks, and an empty one."""
+    """Return a sequence of six tokens with four reserved blocks, and an empty one."""
     cache, _ = allocate(small_cache(), [14, 0])
     return grow(cache, 0, range(6))
 
@@ -55,12 +55,12 @@ class TestFork:
         jkv.check(cache)
 
     @pytest.mark.parametrize("length", range(7))
-    def test_a_child_may_take_over_less(self, length):
+    def test_a_child_may_take_a_prefix(self, length):
         cache, result = fork(opened(6), [0, 0, 0], [length, 7, -1])
         assert names(result.status) == ["OK", "INVALID_ARGUMENT", "INVALID_ARGUMENT"]
         full, tail = divmod(length, 4)
         assert table(cache, 1)[:full] == table(cache, 0)[:full]
-        # A whole block is shared, even where the parent's own tail comes after it.
+        # A full block is shared, even if the parent's own tail follows it.
         assert 8 - free_count(cache) == 2 + (tail > 0)
         assert stored_tokens(cache, 1) == list(range(length))
         cache = grow(cache, 1, [50, 51])
@@ -84,7 +84,7 @@ class TestFork:
         jkv.check(cache)
         assert table(cache, 1)[1] != table(cache, 0)[1]
         cache = grow_with_tokens(cache, 1, [6, 7])
-        # The child's second block equals the parent's now, and gives way to it.
+        # The child's second block equals the parent's now, and is replaced by it.
         jkv.check(cache)
         assert table(cache, 1) == table(cache, 0)[:2]
 
@@ -95,11 +95,11 @@ class TestFork:
         counts = cache.metadata.groups[0].reference_counts
         assert counts.tolist() == [4, 1, 1, 1, 1, 0, 0, 0]
 
-    def test_a_child_is_no_parent_in_its_call(self):
+    def test_a_child_is_not_a_parent_in_the_same_call(self):
         _, result = fork(opened(6), [0, 1, 2])
         assert names(result.status) == ["OK", "INVALID_SEQUENCE", "INVALID_SEQUENCE"]
 
-    def test_children_part_ways(self):
+    def test_children_diverge(self):
         cache, _ = fork(opened(6), [0, 0])
         cache, step = append(cache, [0, 1, 2])
         assert len(set(step.block_ids.tolist())) == 3
@@ -132,11 +132,11 @@ class TestTruncate:
         assert stored_tokens(cache, 0) == list(range(6))
 
     @pytest.mark.parametrize("length", [-1, MIN, 7, 14, MAX])
-    def test_refuses_a_length_that_is_not_there(self, length):
+    def test_refuses_a_length_beyond_the_sequence(self, length):
         cache = opened(6)
         assert_refused(cache, truncate(cache, 0, length), "INVALID_ARGUMENT")
 
-    def test_into_a_shared_block_copies_it(self):
+    def test_within_a_shared_block_copies_it(self):
         cache, _ = fork(opened(8), 0)
         cache, _ = truncate(cache, 1, 6)
         cache = grow(cache, 1, [66, 77])
@@ -146,14 +146,14 @@ class TestTruncate:
         jkv.check(cache)
 
     @pytest.mark.parametrize("length", [0, 4, 8])
-    def test_to_a_multiple_of_t_needs_no_block(self, length):
+    def test_to_a_multiple_of_the_block_size_needs_no_block(self, length):
         cache, _ = fork(with_free_blocks(opened(8), 0), 0)
         cache, status = truncate(cache, 3, length)
         assert names(status) == ["OK"]
         assert stored_tokens(cache, 3) == list(range(length))
         jkv.check(cache)
 
-    def test_into_a_shared_block_without_a_free_one(self):
+    def test_within_a_shared_block_without_a_free_one(self):
         cache, _ = fork(with_free_blocks(opened(8), 0), 0)
         assert_refused(cache, truncate(cache, 3, 7), "OUT_OF_BLOCKS")
 
@@ -169,7 +169,7 @@ class TestReorder:
 
     @pytest.mark.parametrize("length", range(1, 9))
     def test_beams_of_equal_length_never_run_out(self, length):
-        # Of eight blocks one would stay: a sequence has four at most.
+        # With eight blocks one would be left: a sequence has at most four.
         cache = opened(length, length, length, num_blocks=7)
         cache = with_free_blocks(cache, 0)
         beams = [0, 1, 2]
@@ -182,7 +182,7 @@ class TestReorder:
             ]
             jkv.check(cache)
 
-    def test_a_sequence_that_is_its_own_parent_stays(self):
+    def test_a_sequence_that_is_its_own_parent_is_unchanged(self):
         cache = reserved()
         after, status = reorder(cache, 0, 0)
         assert names(status) == ["OK"]
@@ -193,7 +193,7 @@ class TestReorder:
         assert free_count(cache) == 4  # two shared blocks and two tails
         jkv.check(cache)
 
-    def test_takes_no_reservation_along(self):
+    def test_does_not_inherit_the_reservation(self):
         cache, _ = reorder(reserved(), 1, 0)
         assert len(table(cache, 1)) == 2
 
@@ -203,6 +203,6 @@ class TestReorder:
         assert stored_tokens(cache, 1) == stored_tokens(cache, 2) == list(range(6))
 
     def test_reorder_refuses_without_blocks(self):
-        # Sequence 1 has no block to give for a tail, and the pool has none.
+        # Sequence 1 has no block to release for a tail, and the pool is empty.
         cache = with_free_blocks(opened(6, 0), 0)
         assert_refused(cache, reorder(cache, 1, 0), "OUT_OF_BLOCKS")

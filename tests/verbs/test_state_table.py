@@ -1,14 +1,14 @@
-"""All combinations: the operation, the kind of layers, and the earlier operations.
+"""All combinations of operation, kind of layers and earlier operations.
 
-The table is `support.state_table`. Where a cell is refused, nothing has changed.
+The table is `support.states.state_table`. A refused cell changes nothing.
 """
 
 import inspect
 
 import pytest
-from support import state_loops, state_verbs
 from support.jax_versions import with_further
-from support.state_table import LOOPS, PASTS, REASONS, VERBS, read_table
+from support.states import state_loops, state_verbs
+from support.states.state_table import LOOPS, PASTS, REASONS, VERBS, read_table
 
 pytestmark = pytest.mark.one_end
 
@@ -19,8 +19,8 @@ ROWS = {
     # The engine's other kinds are tested in `tests/serving`.
     if row.name != "engine" or row.kind == "state"
 }
-# Cases of `make test`: for layers that attend beside a state, the verbs and scores. The
-# random games have states alone.
+# Cases of `make test`: verbs and scores, for attention beside a state. The random tests
+# have states alone.
 FIRST_KIND, FIRST_LOOPS = "keys+state", {"score"}
 LATER = [
     name
@@ -33,7 +33,7 @@ LATER = [
 
 @pytest.mark.parametrize("name", with_further(ROWS, *LATER))
 def test_cells(name, tmp_path):
-    """A row of one kind of groups, after each past."""
+    """Each past of a row, for one kind of groups."""
     row = ROWS[name]
     for number, (letter, past) in enumerate(zip(row.letters, PASTS, strict=True)):
         folder = tmp_path / str(number)
@@ -41,8 +41,8 @@ def test_cells(name, tmp_path):
         row.play(letter, past, folder)
 
 
-def test_the_table_is_whole():
-    """Each row is a function and each function a row; each reason is given."""
+def test_the_table_is_complete():
+    """Each row is a function and each function a row; each reason is used."""
     functions = {
         name
         for module in (state_verbs, state_loops)

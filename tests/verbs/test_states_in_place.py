@@ -1,7 +1,7 @@
-"""States and their snapshots are updated where they lie: the compiled module says so.
+"""Tests that states and snapshots are updated in place, by the compiled module.
 
-A layer's states have more elements than anything else in a step, so that an operation
-of that size that is not an update in place is a copy of them.
+A layer's states have more elements than any other array of a step, so an operation of
+that size that is not an in-place update is a copy of them.
 """
 
 import functools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_end
 
 @functools.cache
 def make_cache():
-    """The shapes of a cache with states, pending tokens and snapshots."""
+    """Return the shapes of a cache with states, pending tokens and snapshots."""
     group = jkv.StateConfig(
         num_layers=NUM_LAYERS,
         arrays={"sum": ((WIDTH,), "float32"), "past": ((3, WIDTH), "bfloat16")},
@@ -51,7 +51,7 @@ def fold_token(state, given):
 
 
 def fold_piece(state, given, count):
-    """Not the same numbers as token by token: only where they lie is looked at."""
+    """Fold a chunk; not equal to token by token, as only the layout matters."""
     sums = state["sum"][None] + jnp.cumsum(given["x"], axis=0)
     every = jnp.concatenate([state["past"], given["x"].astype(jnp.bfloat16)])
     past = jax.lax.dynamic_slice_in_dim(every, count, 3)
@@ -59,7 +59,7 @@ def fold_piece(state, given, count):
 
 
 def take_step(cache, seq_ids, counts, tokens, layers):
-    """Prompts and single tokens, some of them pending."""
+    """Take a step of prompts and single tokens, some of them pending."""
     cache, batch = jkv.append(cache, seq_ids, counts, capacity=ROWS, tokens=tokens)
     x = tokens.astype(jnp.float32)[:, None] * jnp.ones((1, WIDTH))
     for layer in layers:
@@ -83,7 +83,7 @@ def step_in_a_loop(cache, seq_ids, counts, tokens):
 
 
 def move(cache, seq_ids, counts, prompts):
-    """Sequences are forked, cut back, put in another order and found again."""
+    """Fork, truncate, reorder, and find sequences in the prefix cache."""
     cache, _ = jkv.fork(cache, seq_ids)
     cache, _ = jkv.truncate(cache, seq_ids, counts)
     cache, _ = jkv.reorder(cache, seq_ids, seq_ids[::-1])
@@ -92,15 +92,15 @@ def move(cache, seq_ids, counts, prompts):
 
 
 def read_old_states(cache, seq_ids, counts, tokens):
-    """The states before a step are still needed after it."""
+    """Return the states before a step as well."""
     after, x = step_unrolled(cache, seq_ids, counts, tokens)
     return after, x, cache.storage[0].rows["sum"]
 
 
 def list_copies(function, *arguments):
-    """Operations of a donated call that copy the states of a layer, or its snapshots.
+    """Return operations of a donated call that copy a layer's states or snapshots.
 
-    All memory of the states comes out where it went in.
+    Also assert that the states are aliased to their inputs.
     """
     cache = make_cache()
     compiled = (
@@ -123,5 +123,5 @@ def test_donated_verbs_copy_no_states():
     assert list_copies(move, IDS, IDS, PROMPTS) == []
 
 
-def test_the_count_can_fail():
+def test_copies_of_states_are_detected():
     assert list_copies(read_old_states, IDS, IDS, TOKENS) != []

@@ -1,4 +1,4 @@
-"""Statuses: their order, and the exception of the same name."""
+"""Tests of statuses: their order, and the exception of the same name."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_raises_the_exception_of_the_same_name(status):
     assert type(caught.value) is error
 
 
-def test_raises_nothing_when_all_is_well():
+def test_raises_nothing_without_a_refusal():
     assert jkv.raise_for_status(i32()).size == 0
     answer = jkv.allocate(small_cache(), [0, 5])
     assert jkv.raise_for_status(answer) is answer

@@ -1,4 +1,4 @@
-"""Blocks that a sliding window releases, in small pictures; games play the rest."""
+"""Small examples of blocks that a sliding window releases."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ import jkv
 
 pytestmark = pytest.mark.one_end
 
-# Blocks of four, a window of eight: a row sees itself and the seven tokens before it.
+# Blocks of four, a window of eight: a row attends to itself and seven earlier tokens.
 WINDOW = dict(sliding_window=8, max_context_length=40)
 
 
@@ -41,14 +41,14 @@ def kept(cache, seq_id):
 
 
 def columns(cache, seq_id):
-    """Which columns of a sequence map a block."""
+    """Return the columns of a sequence that map a block."""
     found = np.asarray(jkv.block_ids(cache, seq_id))
     return np.flatnonzero(found < cache.num_blocks).tolist()
 
 
 class TestReserving:
     def test_sequences_reserve_only_windowed_blocks(self):
-        """At most three blocks at one time, however long it is to be."""
+        """At most three blocks at a time, whatever the reserved length."""
         cache, opened = allocate(small_cache(**WINDOW), [40, 5, 14])
         assert names(opened.status) == ["OK"] * 3
         assert [columns(cache, i) for i in range(3)] == [[0, 1, 2], [0, 1], [0, 1, 2]]
@@ -56,17 +56,17 @@ class TestReserving:
         jkv.check(cache)
 
     def test_reserved_blocks_suffice_token_by_token(self):
-        """Others have all the rest: it takes its own released blocks again."""
+        """With the pool exhausted, a sequence reuses its own released blocks."""
         cache, _ = allocate(small_cache(**WINDOW), 40)
         cache = with_free_blocks(cache, 0)
         for _ in range(40):
             cache, step = append(cache, 0)
             assert names(step.status) == ["OK"]
-        assert free_count(cache) == 1  # row 39 sees from 32 on: two blocks
+        assert free_count(cache) == 1  # row 39 attends from 32 on: two blocks
 
     def test_hits_count_toward_reserved_blocks(self):
-        """Two blocks of the text are cached, one and a part; it keeps three."""
-        cache, found = allocate(remembering(), 32, tokens=[TEXT])
+        """A full and a partial block are cached; the sequence keeps three."""
+        cache, found = allocate(remembering(), 32, tokens=[SEQUENCE])
         assert found.num_cached.tolist() == [15]
         assert columns(cache, 1) == [2, 3, 4] and free_count(cache) == 5
         jkv.check(cache)
@@ -87,15 +87,15 @@ class TestAppending:
         assert max(map(len, held)) == small_config(**WINDOW).most_blocks()
 
     def test_a_step_keeps_the_window_of_its_first_row(self):
-        """Row 20 sees from 13 on: the blocks of 0 to 11 go, one of 12 to 15 stays."""
+        """Row 20 attends from 13 on: only the blocks before 12 are released."""
         cache = grow_to(20)
-        assert columns(cache, 0) == [2, 3, 4]  # the step before began at 16
+        assert columns(cache, 0) == [2, 3, 4]  # the previous step started at 16
         cache, _ = append(cache, 0, 16)
         assert columns(cache, 0) == [3, 4, 5, 6, 7, 8] and kept(cache, 0) == 12
         cache, _ = append(cache, 0)
         assert columns(cache, 0) == [7, 8, 9] and kept(cache, 0) == 28
 
-    def test_refused_and_empty_steps_give_nothing_back(self):
+    def test_refused_and_empty_steps_release_nothing(self):
         cache = grow_to(20)
         before = columns(cache, 0)
         cache, _ = append(cache, 0, 0)
@@ -104,8 +104,8 @@ class TestAppending:
         assert_refused(cache, (refused, step), "CONTEXT_FULL", "INVALID_SEQUENCE")
 
     def test_blocks_free_before_the_call_decide(self):
-        """Blocks that a call releases serve the next one."""
-        cache = grow_to(20)  # holds columns 2, 3 and 4; the next row begins a block
+        """Blocks that a call releases are available to the next call."""
+        cache = grow_to(20)  # holds columns 2, 3 and 4; the next row starts a block
         cache, filler = allocate(cache, [12, 8])
         jkv.raise_for_status(filler.status)
         assert free_count(cache) == 0
@@ -113,7 +113,7 @@ class TestAppending:
         assert_refused(cache, (refused, step), "OUT_OF_BLOCKS")
 
     @pytest.mark.parametrize("num_tokens", [1, 3, 6])
-    def test_a_pool_with_most_blocks_of_all_never_runs_out(self, num_tokens):
+    def test_a_pool_of_reserved_blocks_never_runs_out(self, num_tokens):
         config = jkv.CacheConfig(
             num_layers=1,
             num_kv_heads=1,
@@ -140,7 +140,7 @@ class TestAppending:
 
 class TestSinks:
     def test_their_blocks_stay(self):
-        """Five tokens of sinks lie in two blocks."""
+        """Five sink tokens occupy two blocks."""
         cache, _ = allocate(small_cache(**WINDOW, num_sink_tokens=5), 0)
         for start in range(0, 32, 8):
             cache = grow(cache, 0, range(start, start + 8))
@@ -152,10 +152,10 @@ class TestSinks:
         slots = jkv.slots(cache, 0, [7, 8, 15, 16])
         assert (np.asarray(slots.block_ids) == 8).tolist() == [False, True, True, False]
 
-    def test_rows_see_sinks_and_window_as_a_dense_model(self):
-        """Three sinks and the last eight tokens, in steps of several tokens and of one.
+    def test_rows_attend_to_sinks_and_window_like_a_dense_model(self):
+        """Three sinks and the last eight tokens, in steps of one and of several tokens.
 
-        Blocks given back hold NaN.
+        Released blocks hold NaN.
         """
         rng = np.random.default_rng(0)
         rows = rng.standard_normal((30, 3, 1, 2)).astype(np.float32)
@@ -173,7 +173,7 @@ class TestSinks:
         for count in (5, 5, 5, 1, 1, 5, 2, 5, 1):
             given = np.zeros((3, 6, 1, 2), np.float32)
             given[:, 1 : 1 + count] = rows[done : done + count].swapaxes(0, 1)
-            # A neighbour of one token is in the way.
+            # A neighbour of one token occupies the next block.
             counts = np.int32([1 if done == 0 else 0, count])
             if done:
                 given = np.roll(given, -1, axis=1)
@@ -194,7 +194,7 @@ class TestSinks:
 
 
 class TestSharing:
-    def test_a_shared_block_is_freed_by_its_last_owner(self):
+    def test_a_shared_block_is_freed_with_its_last_reference(self):
         cache, child = fork(grow_to(20), 0)
         assert child.seq_ids.tolist() == [1]
         assert [columns(cache, i) for i in (0, 1)] == [[2, 3, 4]] * 2
@@ -206,7 +206,7 @@ class TestSharing:
         assert bool(jkv.block_info(cache, shared).is_free)
         jkv.check(cache)
 
-    def test_a_child_of_fewer_tokens_needs_its_window_too(self):
+    def test_a_shorter_child_needs_its_own_window(self):
         cache = grow_to(20)
         assert kept(cache, 0) == 8
         refused = fork(cache, [0, 0], [14, 8])
@@ -225,7 +225,7 @@ class TestSharing:
 
 
 class TestTruncating:
-    def test_the_last_append_can_be_undone(self):
+    def test_the_last_append_can_be_rolled_back(self):
         cache = grow_to(20)
         cache, _ = append(cache, 0, 14)
         cache, status = truncate(cache, 0, 20)
@@ -234,11 +234,11 @@ class TestTruncating:
         assert_refused(cache, truncate(cache, 0, 18), "INVALID_ARGUMENT")
 
     @pytest.mark.parametrize("length", [1, 4, 5, 6])
-    def test_kept_sinks_are_no_beginning(self, length):
-        """Five sinks in two blocks, behind which others were given back."""
+    def test_truncation_to_the_sinks_is_refused_after_a_release(self, length):
+        """Five sinks in two blocks, after which other blocks were released."""
         cache, _ = allocate(small_cache(**WINDOW, num_sink_tokens=5), 0)
         cache = grow(cache, 0, range(8))
-        # Everything is there still.
+        # Nothing has been released yet.
         other, status = truncate(cache, 0, length)
         assert names(status) == ["OK"] and lengths(other)[0] == length
         for start in range(8, 32, 8):
@@ -249,7 +249,7 @@ class TestTruncating:
         assert names(status) == ["OK"] and columns(cache, 0) == []
         jkv.check(cache)
 
-    def test_nothing_is_left_to_be_seen_from_0_on(self):
+    def test_length_zero_needs_no_released_blocks(self):
         cache, status = truncate(grow_to(20), 0, 0)
         assert names(status) == ["OK"] and kept(cache, 0) == 0
         assert free_count(cache) == 8
@@ -265,7 +265,7 @@ def test_free_returns_the_remaining_blocks():
 
 
 class TestAttending:
-    def test_a_window_that_looks_too_far_is_refused(self):
+    def test_an_attention_window_above_the_caches_is_refused(self):
         cache = grow_to(20)
         cache, step = append(cache, 0)
         queries = jnp.ones((step.batch.num_rows, 1, 2))
@@ -280,8 +280,8 @@ class TestAttending:
         ]
         assert shapes == [(16, 1, 2)] * 2
 
-    def test_a_traced_window_looks_no_further(self):
-        """Free blocks hold NaN, and so do released ones."""
+    def test_a_traced_window_is_limited_to_the_caches(self):
+        """Free and released blocks hold NaN."""
         cache = grow_to(20)
         cache, step = append(cache, 0)
         cache = jkv.write(
@@ -298,7 +298,7 @@ class TestAttending:
 
 
 class TestMoving:
-    def test_sequences_return_and_need_no_more_blocks(self):
+    def test_restored_sequences_need_no_more_blocks(self):
         cache = grow_to(20)
         cache, swapped = jkv.swap_out(cache, 0)
         assert swapped.num_blocks == 3
@@ -311,7 +311,7 @@ class TestMoving:
                 jkv.swap_in(small_cache(**WINDOW | changes), swapped)
         with pytest.raises(ValueError, match="num_sink_tokens of the seq"):
             jkv.swap_in(small_cache(**WINDOW, num_sink_tokens=2), swapped)
-        # The row after 20 tokens sees tokens 8 and later, with a window of 12 or 13.
+        # The row after 20 tokens attends from 8 on, with a window of 12 or 13.
         for window in (9, 13):
             wider = small_cache(**WINDOW | dict(sliding_window=window))
             wider, back = jkv.swap_in(wider, swapped)
@@ -335,7 +335,7 @@ class TestCounting:
 
 
 def attend_with_sinks(cache, batch, queries, window, num_sinks):
-    """As the page on windows writes it."""
+    """Attend to sinks and window, as documented in docs/how-to/sliding-window.md."""
     seen, lse = jkv.attend(cache, 0, batch, queries, window=window, return_lse=True)
     row = jnp.arange(batch.num_rows, dtype=jnp.int32)
     owner = jnp.searchsorted(batch.query_starts, row, side="right") - 1
@@ -358,64 +358,67 @@ def attend_with_sinks(cache, batch, queries, window, num_sinks):
     return jnp.where(counts[:, None, None] > 0, share * seen + (1 - share) * sunk, seen)
 
 
-# Blocks of four, a window of five: row 12 sees from 8 on, all of block 2.
+# Blocks of four, a window of five: row 12 attends from 8 on, all of block 2.
 REUSED = dict(sliding_window=5, max_context_length=32, prefix_caching=True)
-TEXT = list(range(50, 66))
+SEQUENCE = list(range(50, 66))
 
 
 def remembering(**changes):
-    """A cache that has computed TEXT, and has freed its four blocks: 0, 1, 3, 2."""
-    cache, _ = allocate(small_cache(**REUSED | changes), 0, tokens=[TEXT[:4]])
+    """Return a cache that computed SEQUENCE and freed blocks 0, 1, 3, 2 in order."""
+    cache, _ = allocate(small_cache(**REUSED | changes), 0, tokens=[SEQUENCE[:4]])
     for start in range(0, 16, 4):
-        cache, step = append(cache, 0, 4, tokens=TEXT[start : start + 4])
-        cache = write_tokens(cache, step, TEXT[start : start + 4])
+        cache, step = append(cache, 0, 4, tokens=SEQUENCE[start : start + 4])
+        cache = write_tokens(cache, step, SEQUENCE[start : start + 4])
     cache, _ = free(cache, 0)
     jkv.check(cache)
     return cache
 
 
 def without_the_beginning(cache):
-    """Others take all but the two blocks that were freed last."""
+    """Allocate all but the two blocks that were freed last."""
     return with_free_blocks(cache, 2)
 
 
 class TestPrefixes:
     def test_hits_map_only_the_window(self):
-        """One token is left to compute, which sees from 11 on."""
-        cache, found = allocate(remembering(), 16, tokens=[TEXT])
+        """One token is left to compute, which attends from 11 on."""
+        cache, found = allocate(remembering(), 16, tokens=[SEQUENCE])
         assert found.num_cached.tolist() == [15]
         assert columns(cache, 1) == [2, 3] and kept(cache, 1) == 8
         jkv.check(cache)
-        assert jkv.tokens(cache, 1).tolist()[:16] == [-1] * 8 + TEXT[8:15] + [-1]
+        assert jkv.tokens(cache, 1).tolist()[:16] == [-1] * 8 + SEQUENCE[8:15] + [-1]
 
-    def test_the_beginning_may_be_gone(self):
+    def test_hits_without_the_first_blocks(self):
         cache = without_the_beginning(remembering())
-        assert match(cache, [TEXT[:9], TEXT[:13], TEXT]) == [0, 12, 15]
+        assert match(cache, [SEQUENCE[:9], SEQUENCE[:13], SEQUENCE]) == [0, 12, 15]
 
-    def test_the_blocks_of_sinks_are_named_too(self):
-        cache, found = allocate(remembering(num_sink_tokens=3), 16, tokens=[TEXT])
+    def test_hits_map_the_blocks_of_sinks(self):
+        cache, found = allocate(remembering(num_sink_tokens=3), 16, tokens=[SEQUENCE])
         assert found.num_cached.tolist() == [15] and columns(cache, 1) == [0, 2, 3]
         jkv.check(cache)
 
-    def test_another_prefix_is_not_found_by_the_same_end(self):
+    def test_another_prefix_with_the_same_end_is_not_found(self):
         cache = remembering()
-        for other in ([49, *TEXT[1:]], [*TEXT[4:8], *TEXT[:4], *TEXT[8:]]):
+        for other in (
+            [49, *SEQUENCE[1:]],
+            [*SEQUENCE[4:8], *SEQUENCE[:4], *SEQUENCE[8:]],
+        ):
             assert match(cache, [other]) == [0]
-        assert match(cache, [TEXT], salts=1) == [0]
+        assert match(cache, [SEQUENCE], salts=1) == [0]
 
     def test_partial_hits_check_released_tokens(self):
         cache = without_the_beginning(remembering())
-        similar = [*TEXT[:14], 7, 7]
+        similar = [*SEQUENCE[:14], 7, 7]
         assert match(cache, [similar, [49, *similar[1:]]]) == [14, 0]
         cache, found = allocate(cache, 16, tokens=[similar])
         assert found.num_cached.tolist() == [14] and columns(cache, 3) == [2, 3]
         jkv.check(cache)
 
     def test_truncation_unindexes_only_the_cut_block(self):
-        """A step of two blocks is taken back but for a token."""
-        cache, _ = allocate(small_cache(**REUSED), 0, tokens=[TEXT[:4]])
+        """A step of two blocks is rolled back except for one token."""
+        cache, _ = allocate(small_cache(**REUSED), 0, tokens=[SEQUENCE[:4]])
         for start, count in ((0, 4), (4, 4), (8, 8)):
-            tokens = TEXT[start : start + count]
+            tokens = SEQUENCE[start : start + count]
             cache, step = append(cache, 0, count, tokens=tokens)
             cache = write_tokens(cache, step, tokens)
         cut, last = np.asarray(jkv.block_ids(cache, 0))[2:4]
@@ -426,22 +429,22 @@ class TestPrefixes:
         cache, _ = free(cache, 0)
         assert not bool(jkv.block_info(cache, cut).is_cached)
 
-    def test_a_late_commit_of_freed_blocks_enters_nothing(self):
-        cache, _ = allocate(small_cache(**REUSED), 0, tokens=[TEXT[:4]])
+    def test_a_late_commit_of_freed_blocks_indexes_nothing(self):
+        cache, _ = allocate(small_cache(**REUSED), 0, tokens=[SEQUENCE[:4]])
         steps = []
         for start in (0, 8):
-            cache, step = append(cache, 0, 8, tokens=TEXT[start : start + 8])
+            cache, step = append(cache, 0, 8, tokens=SEQUENCE[start : start + 8])
             steps.append(step.batch)
         for step in steps:
             cache = jkv.commit(cache, step)
         jkv.check(cache)
         cache, _ = free(cache, 0)
-        assert match(cache, [TEXT]) == [0]
+        assert match(cache, [SEQUENCE]) == [0]
 
 
 class TestConfiguration:
     @pytest.mark.parametrize(
-        "changes, said",
+        "changes, message",
         [
             (dict(sliding_window=0), "sliding_window must be at least 1"),
             (dict(sliding_window=2.5), "sliding_window must be an int"),
@@ -450,11 +453,11 @@ class TestConfiguration:
             (dict(sliding_window=4, prefix_caching=True), "above block_size: got 4"),
         ],
     )
-    def test_invalid_windows_are_refused(self, changes, said):
-        with pytest.raises(ValueError, match=said):
+    def test_invalid_windows_are_refused(self, changes, message):
+        with pytest.raises(ValueError, match=message):
             small_config(**changes)
 
-    def test_a_window_raises_the_capacity(self):
+    def test_a_window_increases_the_capacity(self):
         config = small_config(num_blocks=12, max_sequences=8, **WINDOW)
         plain = small_config(num_blocks=12, max_sequences=8, max_context_length=40)
         assert (config.most_sequences(40), plain.most_sequences(40)) == (4, 1)
@@ -462,7 +465,7 @@ class TestConfiguration:
         assert config.bytes == plain.bytes + 4 * 8
         assert "a window of 8 tokens" in str(config)
 
-    def test_check_notices_a_window_with_a_gap(self):
+    def test_check_detects_a_window_with_a_gap(self):
         cache = grow_to(20)
         window = cache.metadata.groups[0].window
         window = dataclasses.replace(
@@ -492,7 +495,7 @@ class TestPrograms:
 
 
 def grow_to(length):
-    """A sequence that has grown by four tokens at a time."""
+    """Return a sequence that was grown by four tokens at a time."""
     cache, _ = allocate(small_cache(**WINDOW), 0)
     for start in range(0, length, 4):
         cache = grow(cache, 0, range(start, start + 4))

@@ -1,4 +1,4 @@
-"""write: rows into their slots, and nowhere else."""
+"""Tests of write: rows are stored in their slots, and nowhere else."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_the_layer_may_be_traced():
         rows = jnp.full((16, 1, 2), 1.0, jnp.float32) * layer.astype(jnp.float32)
         return jkv.write(cache, layer, step.batch, rows, -rows)
 
-    # Layers 2 and -1 do not exist, and no other one is written in their place.
+    # Layers 2 and -1 do not exist; no other layer is written instead.
     cache = jax.lax.fori_loop(0, 4, write_layer, cache)
     for layer in range(2):
         keys, values, _ = jax.device_get(jkv.read(cache, layer, 0))
@@ -60,7 +60,7 @@ def test_the_layer_may_be_traced():
         assert values[0].tolist() == [[-layer, -layer]]
 
 
-def test_each_layer_has_slots_of_its_own():
+def test_each_layer_has_its_own_slots():
     cache, step = append(opened(6, num_layers=2), 0)
     cache = write_tokens(cache, step, [9.5])
     (block,), (offset,) = step.block_ids, step.offsets
@@ -92,8 +92,8 @@ def test_writes_nothing_but_its_slots():
 @pytest.mark.parametrize(
     "dtype, cast", [("float32", "key_pool"), ("int8", "key_scales")]
 )
-def test_a_cache_that_was_cast_is_named(dtype, cast):
-    """Its bits would mean something else; `check` says so, too."""
+def test_a_cast_cache_is_reported_by_name(dtype, cast):
+    """`write` and `check` refuse a pool whose dtype was cast."""
     cache, step = append(opened(5, dtype=dtype), 0)
     (storage,) = cache.storage
     pool = storage.arrays[cast].astype(np.float16)
@@ -105,7 +105,7 @@ def test_a_cache_that_was_cast_is_named(dtype, cast):
 
 
 def test_unwritten_slots_are_never_read():
-    """The pool is NaN, also in the rest of the last block and in reserved blocks."""
+    """The pool is NaN in the rest of the last block and in reserved blocks."""
     cache, _ = allocate(small_cache(), [14, 14])
     cache = grow(cache, 0, range(5))
     queries = np.ones((16, 2, 2), np.float32)
@@ -114,7 +114,7 @@ def test_unwritten_slots_are_never_read():
     found = np.asarray(jkv.attend(cache, 0, step.batch, queries))[:2]
     assert np.isfinite(found).all() and found.all()
     assert stored_tokens(cache, 0) == list(range(6))
-    # After reuse the slots hold another sequence's values: not seen either.
+    # After reuse the slots hold another sequence's values, which are not read either.
     cache, _ = free(with_storage_filled(cache, 1e30), [0, 1])
     cache, _ = allocate(cache, 0)
     cache = grow(cache, 2, [1.0, 2.0])

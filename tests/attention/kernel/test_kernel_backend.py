@@ -1,7 +1,8 @@
-"""The kernel's language: whether JAX still has it, and where another goes.
+"""Backends of attention: the kernel's language, and adding another backend.
 
-Nothing here imports it, so that this file reports the missing parts on the first JAX
-that ships without it, when the kernel's other tests cannot even be imported.
+Nothing here imports the language, so that this file names the missing parts on the
+first
+JAX without it, when the kernel's other tests cannot be imported.
 """
 
 import dataclasses
@@ -31,13 +32,13 @@ def require_backend():
     )
 
 
-def test_this_jax_has_the_lowering():
+def test_this_jax_has_the_pallas_lowering():
     require_backend()
 
 
 @pytest.mark.one_end
-def test_a_jax_without_it_is_named(monkeypatch):
-    require_backend()  # imports it, and then it is taken away
+def test_a_jax_without_the_lowering_is_reported(monkeypatch):
+    require_backend()  # imports it before it is removed
     monkeypatch.delattr(sys.modules["jax.experimental.pallas"], "triton")
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     backend._pallas.cache_clear()
@@ -50,9 +51,9 @@ def test_a_jax_without_it_is_named(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Toy(Backend):
-    """Attention of the plain path, in negative, with a derivative that none has.
+    """Negated attention of the plain path, with a derivative of its own.
 
-    For one row of queries at most, on CPUs.
+    For at most one query row, on CPUs.
     """
 
     name = "toy"
@@ -82,12 +83,12 @@ class Toy(Backend):
 
 @pytest.fixture
 def toy(monkeypatch):
-    """The toy before all others: nothing else is touched."""
+    """The toy backend, registered before all others."""
     monkeypatch.setattr(choice, "BACKENDS", (Toy(), *choice.BACKENDS))
 
 
 def attend(num_rows, **options):
-    """Rows of as many sequences of two tokens, with shapes that no other test has."""
+    """Attend with `num_rows` sequences of two tokens, in shapes of this test only."""
     pool = jnp.arange(1, 1 + num_rows * 2 * 48, dtype=jnp.float32)
     pool = jnp.sin(pool).reshape(1, num_rows, 1, 2, 48)
     ones = jnp.ones((num_rows,), jnp.int32)
@@ -105,10 +106,10 @@ def attend(num_rows, **options):
 @pytest.mark.one_end
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
 @pytest.mark.usefixtures("toy")
-def test_a_backend_is_a_value():
+def test_a_backend_is_registered_as_a_value():
     call, queries = attend(1)
     plain = attend(1, implementation="reference")[0](queries)
-    # Where its platform is, it serves the calls that it takes.
+    # On its platform it serves the calls that it supports.
     assert_close(call(queries), -plain)
     assert np.asarray(plain).any()
     named = attend(1, implementation="toy")[0]
@@ -119,7 +120,7 @@ def test_a_backend_is_a_value():
 
     for function in (call, named):  # of the scaled queries
         assert_close(differentiate(function), jnp.full_like(queries, 7 / 48**0.5))
-    # Calls that it does not take go to the plain path, and so do calls by position.
+    # Unsupported calls and calls by position use the plain path.
     call, rows = attend(3)
     assert_close(call(rows), attend(3, implementation="xla")[0](rows))
     exact = attend(1, by_position=True)[0](queries)
@@ -148,8 +149,8 @@ def test_a_named_backend_refuses_unsupported_calls():
 @pytest.mark.one_end
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
 @pytest.mark.usefixtures("toy")
-def test_a_backend_has_its_own_plan_of_a_step():
-    """Through a step of a cache, and through its derivative."""
+def test_a_backend_plans_its_own_steps():
+    """The plan is used in a step of a cache, and in its derivative."""
     cache, opened = jkv.allocate(jkv.init(small_config(head_dim=16)), [0])
     cache, batch = jkv.append(cache, opened.seq_ids)
     assert [{*each} for each in batch.plan] == [{"toy"}]
@@ -161,7 +162,7 @@ def test_a_backend_has_its_own_plan_of_a_step():
         return jnp.sum(found)
 
     found, gradient = jax.value_and_grad(weigh)(rows, "toy")
-    # One token has all the weight: its values, in negative, times the plan's number.
+    # A single token has all the weight: its negated values times the plan's number.
     assert abs(rows.sum()) > 1
     assert_close(found, -2 * rows.sum())
     assert np.isfinite(gradient).all()

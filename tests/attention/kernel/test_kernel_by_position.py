@@ -1,4 +1,4 @@
-"""The kernel by position: a row's bits are the same beside any rows, in any batch."""
+"""Position-based splits of the kernel: a row's bits do not depend on the batch."""
 
 import functools
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.attention.served_shapes import Shape, find_tuning_here, fit
 from support.jax_versions import few
-from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.call import Requests
+from jkv.attention.backend import Requests
 from jkv.attention.kernel.tiles.variant import cut_rows
 from jkv.attention.kernel.work.cutting import list_position_work, size_position_work
 from jkv.attention.kernel.work.lists import PositionSizes
@@ -20,13 +20,13 @@ from jkv.attention.shared_prefixes import find_shared_prefixes
 SHAPE = fit(Shape())
 DIM, DTYPE = SHAPE.head_dim, SHAPE.queries
 TUNING = find_tuning_here(SHAPE)
-# Tokens of a piece, 16 where kernels are interpreted; a block is half of one.
+# Tokens of a piece, 16 if interpreted; a block is half of one.
 PIECE = TUNING.piece_tokens
 ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, PIECE // 2, 9
 HEADS, KV_HEADS = 6, 2
 TILE_ROWS = cut_rows(HEADS // KV_HEADS, TUNING.position_tile(None))[1]
-LENGTHS = (66, 39, 17)  # of the sequences: in pieces of 16, whole ones and others
-# Tokens before these, where pieces are larger: as many pieces, with the same ends.
+LENGTHS = (66, 39, 17)  # of the sequences: multiples of 16, and others
+# Tokens before these if pieces are larger: the same number of pieces, with equal ends.
 BEFORE = tuple(length // 16 * (PIECE - 16) for length in LENGTHS)
 OPTIONS = {
     "plain": {},
@@ -39,7 +39,7 @@ WITHOUT_WINDOW = {
 
 
 def draw():
-    """Queries of every token, and a pool with blocks in random order."""
+    """Draw queries of every token, and a pool with blocks in random order."""
     rng = np.random.default_rng(3)
     counts = [-(-sum(n) // BLOCK) for n in zip(LENGTHS, BEFORE, strict=True)]
     tables = np.full((len(LENGTHS), COLUMNS), 2**31 - 1, np.int32)
@@ -79,13 +79,13 @@ def make_attend(options, implementation="pallas", by_position=True):
     return attend
 
 
-def compute(attend, asked):
-    """Return a call's result for rows of requests (sequence, first position, rows)."""
+def compute(attend, ranges):
+    """Return a call's results for rows of requests (sequence, first position, rows)."""
     queries, pools, tables = draw()
     rows = np.full((ROWS, HEADS, DIM), 7.0, DTYPE)
     ids, starts, counts, contexts = np.zeros((4, REQUESTS), np.int32)
     ids[:], row, found = -1, 0, {}
-    for number, (sequence, first, count) in enumerate(asked):
+    for number, (sequence, first, count) in enumerate(ranges):
         ids[number], starts[number], counts[number] = sequence, row, count
         contexts[number] = BEFORE[sequence] + first + count
         rows[row : row + count] = queries[sequence, first : first + count]
@@ -98,8 +98,8 @@ def compute(attend, asked):
     return {name: (output[row], lse[row]) for name, row in found.items()}
 
 
-# Rows 60 to 65 of the longest sequence stand on both sides of a piece's beginning, the
-# others' last ones beside them, before them, behind them or not.
+# Rows 60 to 65 of the longest sequence cross the start of a piece; the other sequences'
+# last rows are in the same tile, before it, after it, or absent.
 TOGETHER = [(0, 60, 6), (1, 38, 1), (2, 14, 3)]
 CALLS = {
     "alone, row by row": [[(0, 63, 1)], [(0, 64, 1)], [(1, 38, 1)]],
@@ -111,20 +111,20 @@ CALLS = {
 
 
 @pytest.mark.parametrize("options", few(OPTIONS, "everything"))
-def test_a_row_has_the_same_bits_however_it_comes(options):
+def test_a_rows_bits_do_not_depend_on_the_batch(options):
     attend = make_attend(options)
     known = compute(attend, TOGETHER)
     assert len(known) == 10
     seen = 0
     for name, calls in CALLS.items():
-        for asked in calls:
-            for row, found in compute(attend, asked).items():
+        for ranges in calls:
+            for row, found in compute(attend, ranges).items():
                 if row in known:
                     seen += 1
                     for one, other in zip(found, known[row], strict=True):
                         assert_same_bits(one, other, f"{name}, {row}")
     assert seen == 36
-    # It is attention, and the other list does not do this.
+    # The result is attention; the default lists change these bits.
     expected = compute(make_attend(options, "reference", False), TOGETHER)
     for row, found in known.items():
         for one, other in zip(found, expected[row], strict=True):
@@ -133,12 +133,12 @@ def test_a_row_has_the_same_bits_however_it_comes(options):
 
 
 def make_branches():
-    """A call of eight requests: six branch off one text, a chunk, and one alone."""
+    """Return a call of six branches of one sequence, a chunk, and a single request."""
     rng = np.random.default_rng(5)
     shape = 1, 100, KV_HEADS, BLOCK, DIM
     pools = [rng.standard_normal(shape).astype(DTYPE) for _ in "kv"]
     tables = rng.permutation(8 * COLUMNS).reshape(8, COLUMNS).astype(np.int32)
-    # Of the first six in a trie's order, out of nine blocks of half a piece each.
+    # The first six share nine blocks of half a piece, in trie order.
     for row, parent, count in ((1, 0, 6), (2, 1, 3), (3, 0, 6), (4, 0, 7), (5, 4, 7)):
         tables[row, :count] = tables[parent, :count]
     order = np.int32([3, 7, 0, 5, 6, 1, 4, 2])
@@ -150,7 +150,7 @@ def make_branches():
 
 
 def list_branches(arguments):
-    """The lists of that call as a step's plan has them on a GPU."""
+    """Return the work lists of that call, as a step's plan has them on a GPU."""
     tables, *others = map(jnp.asarray, arguments[4:])
     requests = Requests(tables, *others)
     owners = jnp.bincount(tables.reshape(-1), length=100).astype(jnp.int32)
@@ -164,7 +164,7 @@ def list_branches(arguments):
 
 @pytest.mark.parametrize("options", few([*WITHOUT_WINDOW, "everything"], "plain"))
 def test_shared_prefixes_are_read_in_one_tile_bit_identically(options):
-    """By the table of the first of a tile: the others' tables are not read."""
+    """Tiles use the block table of their first request; other tables are not read."""
     attend, arguments = make_attend(options), make_branches()
     expected = attend(*arguments)
     listed = list_branches(arguments)
@@ -175,10 +175,10 @@ def test_shared_prefixes_are_read_in_one_tile_bit_identically(options):
         assert_same_bits(one, other)
     end, first = np.asarray(listed.lanes.end), np.asarray(listed.lanes.first)
     read = np.maximum(end - first[:, None], 0)
-    # Tiles that rows see, and tiles that programs read: each program once for its tile.
+    # Tiles that rows attend to, and tiles that programs read: once per program.
     assert read.sum() == 5 + 5 + 5 + 4 + 4 + 4 + 4 + 5 * 3
     assert read.max(axis=1).sum() == 27
-    if options == "everything":  # windows are of each row: nothing is shared
+    if options == "everything":  # windows differ by row, so nothing is shared
         return
     tables = arguments[4].copy()
     where = np.asarray(listed.work.table)
@@ -190,7 +190,7 @@ def test_shared_prefixes_are_read_in_one_tile_bit_identically(options):
 
 
 @pytest.mark.one_end
-def test_the_usual_pieces_do_not_keep_bits():
+def test_default_pieces_change_bits():
     attend = make_attend("plain", by_position=False)
     known = compute(attend, TOGETHER)
     alone = compute(attend, [(0, 65, 1)])
@@ -198,8 +198,8 @@ def test_the_usual_pieces_do_not_keep_bits():
 
 
 @pytest.mark.one_end
-def test_pieces_follow_from_the_longest_context():
-    """Of 256 tokens, or a power of two more where there would be more than 16."""
+def test_piece_sizes_follow_from_the_longest_context():
+    """256 tokens, or a larger power of two if there would be more than 16 pieces."""
     sizes = {
         longest: size_position_work(
             64, 64, longest, 4, piece_tokens=256, max_pieces=16
@@ -212,7 +212,7 @@ def test_pieces_follow_from_the_longest_context():
 
 @pytest.mark.one_end
 def test_every_row_is_in_one_tile():
-    """Ragged requests in tiles of 4, as many as possible; the tile of each row."""
+    """Ragged requests in tiles of 4: the number of tiles, and the tile of each row."""
     requests = Requests(
         block_tables=jnp.zeros((4, 9), jnp.int32),
         seq_ids=jnp.arange(4),

@@ -1,6 +1,6 @@
 """Kernels as machine code behind XLA's typed FFI, with a stand-in for HIP.
 
-Needs g++, so it is in a suite of its own.
+Requires g++, so this is a separate suite.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ COPY = jax.ShapeDtypeStruct((3,), jnp.int32)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Both libraries, and the handler as a target of programs for CPU."""
+    """Both libraries, with the handler registered as a CPU target."""
     folder = tmp_path_factory.mktemp("code_objects")
     code_objects.build(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -44,14 +44,14 @@ seen = []
 
 
 def read_new(folder):
-    """Return the stand-in's new lines since the last call."""
+    """Return the stand-in's log lines since the last call."""
     lines = (folder / "log").read_text().splitlines()
     new, seen[:] = lines[len(seen) :], lines
     return new
 
 
-def test_buffers_arrive_in_their_order(folder):
-    """The stand-in adds up all buffers but the last, and stores the sum there."""
+def test_buffers_are_passed_in_order(folder):
+    """The stand-in sums all buffers but the last, and stores the sum there."""
     numbers = [np.int32([n, 0, 0]) for n in (5, 70, 900)]
     (found,) = run(KERNEL, *numbers)
     assert found[0] == 975
@@ -60,7 +60,7 @@ def test_buffers_arrive_in_their_order(folder):
         "find jkv_store in ELF for gfx942",
         "launch jkv_store 7 2 1 by 256 with 1024",
     ]
-    # The last of two results; the first is the second operand's memory.
+    # The last of two results; the first aliases the second operand.
     results = (
         jax.ShapeDtypeStruct((3,), jnp.int32),
         jax.ShapeDtypeStruct((2, 2), "int32"),
@@ -68,11 +68,11 @@ def test_buffers_arrive_in_their_order(folder):
     kept, found = run(KERNEL, *numbers, results=results, aliases={1: 0}, grid=(9, 1))
     np.testing.assert_array_equal(kept, numbers[1])
     assert found[0, 0] == 975 + 70
-    # It is loaded once.
+    # The code object is loaded once.
     assert read_new(folder) == ["launch jkv_store 9 1 1 by 256 with 1024"]
 
 
-def test_other_code_is_loaded_too(folder):
+def test_another_code_object_is_loaded(folder):
     run(KERNEL, np.int32([1, 2, 3]))
     read_new(folder)
     run(KERNEL._replace(code=b"\x7fELF for gfx90a"), np.int32([1, 2, 3]))
@@ -87,8 +87,8 @@ def test_other_code_is_loaded_too(folder):
     ]
 
 
-def test_an_invalid_code_object_is_an_error(folder):
-    for _ in range(2):  # nothing of it is kept
+def test_an_invalid_code_object_raises(folder):
+    for _ in range(2):  # nothing is cached
         with pytest.raises(Exception, match="jkv_store: no binary for this card"):
             run(KERNEL._replace(code=b"no ELF at all"), np.int32([1, 2, 3]))
         assert read_new(folder) == ["load o EL"]

@@ -1,10 +1,10 @@
-"""All codes of the small floats: the kernel's conversion, and each implementation."""
+"""Small floats: the kernel's conversion of all codes, and attention over them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.served_shapes import IS_INTERPRETED, Shape, fit
+from support.attention.served_shapes import IS_INTERPRETED, Shape, fit
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies.scores import exp2_in_pairs
@@ -15,7 +15,7 @@ from jkv.formats.scaled import Scaled
 pytestmark = pytest.mark.one_end
 
 FORMATS = [jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.float8_e5m2]
-# bfloat16 holds all codes exactly, and every GPU multiplies it.
+# bfloat16 represents all codes exactly, and every GPU multiplies it.
 SHAPES = [
     fit(Shape(16, 16, "bfloat16", *2 * [jnp.dtype(each).name])) for each in FORMATS
 ]
@@ -24,16 +24,16 @@ WORDS = CODES.view(np.int32)
 
 
 def meaning(kv_dtype):
-    """The values of the codes, by ml_dtypes: f32[256]."""
+    """Return the values of all codes by ml_dtypes, f32[256]."""
     return CODES.view(kv_dtype).astype(np.float32)
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_operands_equal_the_decoded_codes(kv_dtype):
-    """By bits, as on a GPU, and as interpreted.
+    """The conversion works by bits, as on a GPU, and interpreted.
 
-    By bits e4m3's small numbers are subnormal ones of float32 for a while, which this
-    processor takes for zero and GPUs do not; and its NaN comes out as some number.
+    By bits, small e4m3 numbers are temporarily subnormal in float32, which this CPU
+    flushes to zero and GPUs do not; and its NaN becomes some number.
     """
     expected = meaning(kv_dtype)
     is_e5m2 = kv_dtype == jnp.float8_e5m2
@@ -56,8 +56,8 @@ def test_operands_equal_the_decoded_codes(kv_dtype):
 
 
 @pytest.mark.parametrize("interpret", (False, True))
-def test_integers_in_words_are_operands(interpret):
-    """In the order of their columns, all of them exact."""
+def test_packed_integers_convert_exactly(interpret):
+    """The results are in column order."""
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         convert = KERNEL_FORMATS[Scaled(jnp.dtype("int8"))].words_to_operand
         found = convert(WORDS, dtype, interpret=interpret)
@@ -70,7 +70,7 @@ def test_attention_reads_every_code(implementation):
     for kv_dtype, (head_dim, *_) in zip(FORMATS, SHAPES, strict=True):
         sequences = 256 // head_dim
         expected = meaning(kv_dtype).reshape(sequences, head_dim)
-        # A code that is no number may spoil the others of its token.
+        # A NaN code may affect the other codes of its token.
         finite = np.where(np.isfinite(expected), expected, 0.0)
         codes = np.where(np.isfinite(expected), CODES.reshape(expected.shape), 0)
         pool = np.zeros((1, sequences, 1, 16, head_dim), np.uint8)
@@ -94,8 +94,8 @@ def test_attention_reads_every_code(implementation):
 
 
 @pytest.mark.parametrize("interpret", (False, True))
-def test_powers_of_two_in_pairs(interpret):
-    """As on a GPU (one operation after the other: XLA leaves one out) and here."""
+def test_exp2_in_pairs_equals_numpy(interpret):
+    """Operations run one by one as on a GPU (XLA fuses one away), and interpreted."""
 
     def power_of(x):
         return np.asarray(exp2_in_pairs(jnp.float32(x), interpret=interpret))
@@ -106,16 +106,16 @@ def test_powers_of_two_in_pairs(interpret):
     assert power_of(0.0) == 1.0 and power_of(-126.0) == 2.0**-126
     assert not np.any(power_of([-127.0, -150.0, -5e6, -1e30, -np.inf]))
     if IS_INTERPRETED:
-        # XLA on a GPU makes a number of it; `test_kernel_isolation` has NaN in kernels.
+        # XLA on a GPU returns a number; `test_kernel_isolation` tests NaN in kernels.
         with np.errstate(invalid="ignore"):
             assert np.isnan(power_of(np.nan))
-    # Where results would be subnormal, any value is nothing to a 16-bit sum.
+    # A subnormal result may have any value, as a 16-bit sum does not change.
     least = power_of(np.linspace(-127.0, -126.0, 1_001))
     assert np.all((least >= 0.0) & (least < 2.1 * 2.0**-126))
 
 
-def test_rounding_by_bits():
-    """The nearest bfloat16, of two that are equally near the larger; NaN stays NaN."""
+def test_rounding_by_bits_is_to_nearest_with_ties_up():
+    """Ties round up; NaN stays NaN."""
     exact = np.arange(0x3F000000, 0x3F100000, 1 << 12, np.uint32).view(np.float32)
     rounded = np.asarray(round_by_bits(jnp.asarray(exact)), np.float32)
     nearest = np.asarray(jnp.asarray(exact).astype(jnp.bfloat16), np.float32)

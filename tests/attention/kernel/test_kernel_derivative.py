@@ -1,8 +1,8 @@
-"""The derivative by kernels, against the plain path's and the reference's.
+"""Kernel gradients, compared with the plain path and the reference.
 
-Interpreted on CPU, compiled where there is a GPU. Requests share blocks, as the texts
-of a tree do: a block collects from all rows that see it, and two calls agree to the
-bit.
+Interpreted on a CPU, compiled on a GPU. Requests share blocks like the sequences of a
+tree: a block accumulates over all rows that attend to it, and two calls are
+bit-identical.
 """
 
 import dataclasses
@@ -11,22 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import formats
+from support.attention import formats
+from support.attention.kernel_lowering import find_kernels, lower, shape
+from support.attention.served_shapes import Shape, fit, require
 from support.jax_versions import few, with_further
-from support.kernel_lowering import find_kernels, lower, shape
-from support.served_shapes import Shape, fit, require
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.attention import backend, paged_attention
-from jkv.attention.call import Call, Requests, make_pools, make_requests
+from jkv.attention import backend, make_pools, paged_attention
+from jkv.attention.backend import Call, Requests, make_requests
 from jkv.attention.kernel.work.readers import list_readers
 
-# Rows of each request, and its context in whole blocks and tokens. The first block is
-# everyone's; the last request of rows has the sequence of the second one.
+# Rows of each request, and its context in full blocks and tokens. Three requests share
+# the first block, and the last request with rows all blocks of the second one; the
+# first request has its own blocks, which are one tile if they are small.
 ROWS = (6, 3, 7, 1, 0)
 BLOCKS_AND_TOKENS = ((1, 2), (2, 1), (2, 3), (2, 1), (1, 0))
-TABLES = ((5, 2, 9, -3), (5, 7, 0, 90), (5, 3, 1, 4), (5, 7, 0, 0), (5, 0, 0, 0))
+TABLES = ((8, 2, 9, -3), (5, 7, 0, 90), (5, 3, 1, 4), (5, 7, 0, 0), (5, 0, 0, 0))
 NUM_BLOCKS = 9
 NUM_ROWS = sum(ROWS) + 2  # two rows of padding
 LAYER = 1
@@ -34,7 +35,7 @@ LAYER = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Shapes, storage and options that a call is compiled for."""
+    """Shapes, storage and options of a compiled call."""
 
     kv_heads: int = 2
     group: int = 3
@@ -51,7 +52,7 @@ class Case:
         return self.kv_heads * self.group
 
     def arguments(self):
-        """Queries, pools, sinks, scale; then tables, starts, lengths, contexts."""
+        """Return queries, pools, sinks, scale; tables, starts, lengths, contexts."""
         rng = np.random.default_rng(0)
         draw = rng.standard_normal
         shape = (2, NUM_BLOCKS, self.kv_heads, self.block_size)
@@ -83,7 +84,7 @@ class Case:
         return (blocks * self.block_size + tokens) * num_parts
 
     def gradient(self, implementation, argnums=(0, 1, 2, 3, 4)):
-        """The gradients of a loss in which every result counts differently."""
+        """Return the gradients of a loss that weighs every result differently."""
         options = dict(self.options)
         has_sinks = options.pop("has_sinks", False)
         rng = np.random.default_rng(1)
@@ -110,9 +111,9 @@ class Case:
         return jax.jit(jax.grad(loss, argnums=argnums))
 
     def assert_close(self, actual, expected):
-        """The same to the tolerance of the call.
+        """Assert equality within the tolerance of the call.
 
-        In 16 bits the result, which `delta` is a sum of, and d_scores are rounded, too.
+        In 16 bits the result (which `delta` sums) and d_scores are rounded, too.
         """
         coarse = {"float16": 8e-3, "bfloat16": 3.2e-2}
         if self.queries != self.pools or self.queries not in coarse:
@@ -128,9 +129,9 @@ def case(**fields):
 
 
 def fitted(this: Case) -> Case:
-    """The same in the nearest shape that the GPU at hand serves."""
-    asked = this.head_dim, this.value_dim, this.queries, this.pools, this.pools
-    found = fit(Shape(*asked, is_derived=True))
+    """Return the case in the nearest shape that the current GPU serves."""
+    request = this.head_dim, this.value_dim, this.queries, this.pools, this.pools
+    found = fit(Shape(*request, is_derived=True))
     return dataclasses.replace(
         this,
         head_dim=found.head_dim,
@@ -156,13 +157,13 @@ CASES = {
         options={"window": 3},
     ),
     "bfloat16 queries": case(queries="bfloat16", head_dim=64, value_dim=16),
-    "a part of each block of 6, dims in eights": case(
-        **{"head_dim": 40, "value_dim": 24, "block_size": 3},
+    "a part of each block of 8, dims in eights": case(
+        **{"head_dim": 40, "value_dim": 24, "block_size": 4},
         options={"block_part": (np.int32(1), 2), "window": 9},
     ),
 }
 CASES = {name: fitted(this) for name, this in CASES.items()}
-# One is compared with the specification, too, differentiated by JAX.
+# One case is also compared with the reference, differentiated by JAX.
 REFERRED, SECOND, *FURTHER = CASES
 
 
@@ -188,7 +189,7 @@ def test_gradients_equal_the_plain_path(name):
     assert not actual[1][np.isnan(variables[1])].any()
     assert not actual[0][sum(ROWS) :].any()
 
-    # The tolerance is smaller than the changes by these mistakes.
+    # The tolerance is smaller than the effect of these mistakes.
     tables, starts, lengths, contexts = requests
     shifted = [tables, starts, lengths, np.maximum(contexts - 1, lengths)]
     rolled = np.concatenate([np.roll(tables[:3], 1, axis=0), tables[3:]])
@@ -201,8 +202,8 @@ def test_gradients_equal_the_plain_path(name):
 
 @pytest.mark.further
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_bits_have_gradients_of_queries_alone(dtype):
-    """As with the plain path; and of sinks."""
+def test_raw_bits_have_gradients_of_queries_only(dtype):
+    """The sinks have gradients, too, as with the plain path."""
     this = case(options={**EVERYTHING, "kv_dtype": dtype})
     dims = this.head_dim, this.value_dim
     require(Shape(*dims, this.queries, dtype, dtype, is_derived=True))
@@ -225,12 +226,13 @@ def test_bits_have_gradients_of_queries_alone(dtype):
 
 @pytest.mark.one_end
 def test_readers_are_listed_by_block():
-    """In the order of requests; ids out of the pool and past the end are left out."""
+    """They are in request order; ids outside the pool and past the end are skipped."""
     this = case()
     _, requests = this.arguments()
     call = make_call_of(this, requests)
-    block, first, end, request, column = map(np.asarray, list_readers(call))
+    block, length, first, end, request, column = map(np.asarray, list_readers(call))
     assert len(block) == NUM_BLOCKS and len(request) == len(ROWS) * 4
+    assert (length == 1).all()
     found = {
         int(b): [(int(request[i]), int(column[i])) for i in range(start, stop)]
         for b, start, stop in zip(block, first, end, strict=True)
@@ -242,8 +244,39 @@ def test_readers_are_listed_by_block():
         1: [(2, 2)],
         2: [(0, 1)],
         3: [(2, 1)],
-        5: [(0, 0), (1, 0), (2, 0), (3, 0)],
+        5: [(1, 0), (2, 0), (3, 0)],
         7: [(1, 1), (3, 1)],
+        8: [(0, 0)],
+    }
+
+
+# Two prompts of two blocks with two continuations each, and one with blocks of others
+# at other columns.
+RUNS = ((0, 1, 2, 3), (0, 1, 8, -1), (4, 5, 6, -1), (4, 5, 7, -1), (6, 8, -1, -1))
+
+
+@pytest.mark.one_end
+def test_blocks_with_the_same_readers_are_one_run():
+    """At columns of one multiple of the run's size; each block is in one run."""
+    this, most = case(), 2
+    tables = np.array(RUNS, np.int32)
+    contexts = this.block_size * np.sum(tables >= 0, axis=1, dtype=np.int32)
+    ones = np.ones(len(RUNS), np.int32)
+    call = make_call_of(this, [tables, np.cumsum(ones), ones, contexts])
+    found = jax.jit(list_readers, static_argnums=1)(call, most)
+    block, length, first, end, request, _ = map(np.asarray, found)
+    runs = {
+        tuple(block[most * number : most * number + count].tolist()): set(
+            request[start:stop].tolist()
+        )
+        for number, (count, start, stop) in enumerate(
+            zip(length, first, end, strict=True)
+        )
+        if start < stop
+    }
+    assert runs == {
+        **{(0, 1): {0, 1}, (2, 3): {0}, (4, 5): {2, 3}},
+        **{(6,): {2, 4}, (7,): {3}, (8,): {1, 4}},
     }
 
 
@@ -251,13 +284,13 @@ def make_call_of(this, requests):
     variables, _ = this.arguments()
     queries, keys, values, *_ = map(jnp.asarray, variables)
     tables, *lengths = map(jnp.asarray, requests)
-    asked = Requests(tables, jnp.arange(len(ROWS)), *lengths)
+    request = Requests(tables, jnp.arange(len(ROWS)), *lengths)
     return Call(
         queries=queries,
         pools=make_pools((keys, None), (values, None), has_layers=True),
         layer=jnp.int32(LAYER),
         requests=make_requests(
-            asked,
+            request,
             num_rows=NUM_ROWS,
             block_size=this.block_size,
             max_query_length=None,
@@ -272,8 +305,8 @@ def make_call_of(this, requests):
 
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
 @pytest.mark.one_end
-def test_the_platform_chooses(platform):
-    """The kernels where the table has a row for any GPU, else the plain path."""
+def test_the_platform_selects_the_derivative(platform):
+    """The kernels if the table has a row for any GPU, else the plain path."""
 
     def loss(queries, keys, values, *rest):
         output = paged_attention(queries, keys, values, *rest)
@@ -292,14 +325,14 @@ def test_the_platform_chooses(platform):
     names = ["jkv_decode", "jkv_isolate", "jkv_join", "jkv_prefill"]
     gradients = ["jkv_isolate_queries", "jkv_query_gradients", "jkv_token_gradients"]
     assert sorted(find_names("float16")) == sorted(names + gradients)
-    # NVIDIA's GPUs have a derivative where the result is the plain path's; an AMD GPU
-    # that is not known may be one that multiplies no float32.
+    # NVIDIA's GPUs have a derivative where results equal the plain path's; an unknown
+    # AMD GPU may lack float32 matrix products.
     kernels = gradients if platform == "cuda" else []
     assert sorted(find_names("float32")) == kernels
 
 
 def score_loss(implementation, head_dim=32):
-    """Two prompts with two continuations each, by one layer; and its parameter."""
+    """Return a loss over two prompts with two completions each, and its parameter."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=1,
@@ -310,7 +343,7 @@ def score_loss(implementation, head_dim=32):
         max_context_length=1,
     )
     prompts = np.array([[1, 2, 3, 4, 5, 6], [7, 1, 2, -1, -1, -1]], np.int32)
-    texts = np.array([[3, 4, 5], [6, -1, -1], [1, 1, 2], [4, 5, -1]], np.int32)
+    continuations = np.array([[3, 4, 5], [6, -1, -1], [1, 1, 2], [4, 5, -1]], np.int32)
 
     def model(params, tokens, cache, batch):
         hidden = params[tokens] + params[batch.positions % 8]
@@ -322,7 +355,7 @@ def score_loss(implementation, head_dim=32):
         return (rows @ params.T)[batch.logit_rows], cache
 
     def loss(params):
-        scores = jkv.score(model, params, prompts, texts, config=config)
+        scores = jkv.score(model, params, prompts, continuations, config=config)
         return jnp.sum(scores * jnp.array([[1.0], [2.0], [-1.0], [0.5]]))
 
     rng = np.random.default_rng(0)
@@ -334,7 +367,7 @@ def score_loss(implementation, head_dim=32):
 )
 @pytest.mark.one_end
 def test_score_uses_the_kernel_on_a_gpu(monkeypatch, platform, target, head_dim):
-    """Their keys and values are float32, which GPUs multiply in different ways."""
+    """Keys and values are float32, which GPUs multiply in different ways."""
     monkeypatch.setattr(backend, "find_target", {platform: target}.get)
     loss, params = score_loss(None, head_dim)
     given = (shape(*params.shape, dtype=params.dtype),)
@@ -345,8 +378,8 @@ def test_score_uses_the_kernel_on_a_gpu(monkeypatch, platform, target, head_dim)
 
 @pytest.mark.further
 def test_scores_have_the_gradient_of_the_plain_path():
-    """A prompt's blocks, which its continuations share, are read by one program."""
-    require(Shape(32, 32, is_derived=True))  # scores are of float32 alone
+    """A prompt's blocks, shared by its completions, are read by one program."""
+    require(Shape(32, 32, is_derived=True))  # scores are always float32
     found = []
     for implementation in ("pallas", "xla"):
         loss, params = score_loss(implementation)

@@ -1,8 +1,8 @@
-"""Numbers that are not finite stay with the rows that see them, and are not hidden.
+"""Non-finite values affect exactly the rows that attend to them.
 
-One text's key, value, query or scale is NaN or infinite. Rows of all other texts, and
-its own rows that do not see it, have the bits that they have without; rows that see it
-are NaN or infinite where the reference is.
+A key, value, query or scale of one sequence is NaN or infinite. Rows of other
+sequences, and rows of the same one that do not attend to it, are bit-identical; rows
+that attend to it are non-finite where the reference is.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import formats
+from support.attention import formats
+from support.attention.served_shapes import Shape, fit
 from support.jax_versions import with_further
-from support.served_shapes import Shape, fit
 from support.tolerances import is_close
 
 from jkv.attention import paged_attention
@@ -26,12 +26,12 @@ from jkv.attention.kernel.tiles.table import Techniques
 pytestmark = pytest.mark.one_end
 
 BLOCK, COLUMNS, KV_HEADS, GROUP, DIM = 8, 6, 2, 2, 16
-# Rows and context of each request: a chunk, two that decode, rows to be verified.
+# Rows and context of each request: a prefill chunk, two decode steps, a verification.
 REQUESTS = [(9, 21), (1, 40), (1, 1), (4, 20)]
-NUM_ROWS = 16  # the last one is nobody's
+NUM_ROWS = 16  # the last one is padding
 NUMBERS = {"nan": np.nan, "-nan": -np.nan, "inf": np.inf, "-inf": -np.inf}
-# A request and a token of it: in the past of its rows, of a row in the midst of them,
-# the newest one, and a whole context.
+# A request and one of its tokens: before its rows, within them, the newest, and a whole
+# context.
 PLACES = [(0, 3), (0, 15), (0, 20), (1, 2), (1, 39), (2, 0), (3, 18)]
 
 quantize = jax.jit(formats.quantize, static_argnums=1)
@@ -39,7 +39,7 @@ quantize = jax.jit(formats.quantize, static_argnums=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The static arguments of a call."""
+    """Static arguments of a call."""
 
     storage: str = "float32"
     queries: str = "float32"
@@ -56,7 +56,7 @@ class Case:
 
     @functools.cached_property
     def arguments(self):
-        """Queries, pools, tables, lengths, scales: all by name, all finite."""
+        """Return queries, pools, tables, lengths and scales by name, all finite."""
         rng = np.random.default_rng(5)
         kv_heads = 1 if self.is_latent else KV_HEADS
         counts = [-(-context // BLOCK) for _, context in REQUESTS]
@@ -90,7 +90,7 @@ class Case:
         }
 
     def attend(self, implementation):
-        """Return a compiled call of such arguments."""
+        """Return a compiled call for such arguments."""
         heads = KV_HEADS * GROUP
         sinks = np.linspace(-1, 1, heads, dtype=np.float32) if self.has_sinks else None
 
@@ -131,7 +131,7 @@ class Case:
         return differentiate
 
     def break_(self, what, request, token, number):
-        """Return the arguments with a number of one token's that is not finite."""
+        """Return the arguments with one non-finite number of one token."""
         array = self.arguments[what].copy()
         first = REQUESTS[request][1] - REQUESTS[request][0]
         if what in ("query", "cotangent"):
@@ -151,7 +151,7 @@ class Case:
         return self.arguments | {what: array}
 
     def sees(self, what, request, token):
-        """Return which rows and heads see it, bool[R, H]."""
+        """Return the rows and heads that attend to it, bool[R, H]."""
         sees = np.zeros((NUM_ROWS, KV_HEADS * GROUP), bool)
         rows, context = REQUESTS[request]
         start = self.arguments["lengths"][0][request]
@@ -165,7 +165,7 @@ class Case:
         return sees
 
     def is_read(self, sees):
-        """Return which slots and heads of the pools rows see, bool[1, N, K, T]."""
+        """Return the slots and heads that these rows read, bool[1, N, K, T]."""
         read = np.zeros(self.arguments["key"].shape[:4], bool)
         starts, lengths, contexts = self.arguments["lengths"]
         for request, table in enumerate(self.arguments["tables"]):
@@ -201,7 +201,7 @@ GRADIENTS = {
 
 
 def fitted(this, is_derived=False):
-    """The same in the nearest shape that the GPU at hand serves."""
+    """Return the case in the nearest shape that the current GPU serves."""
     dtypes = this.queries, this.storage, this.storage
     found = fit(Shape(this.dim, this.value_dim, *dtypes, is_derived))
     return dataclasses.replace(
@@ -214,7 +214,7 @@ GRADIENTS = {name: fitted(this, True) for name, this in GRADIENTS.items()}
 
 
 def check(this):
-    """Play all places, arrays and numbers."""
+    """Test all places, arrays and numbers."""
     attend, reference = this.attend("pallas"), this.attend("reference")
     whole = jax.device_get(attend(this.arguments))
     assert all(
@@ -238,7 +238,8 @@ def check(this):
                     np.testing.assert_array_equal(
                         one[~sees], before[~sees], err_msg=str(where)
                     )
-                    # Broken where the reference is; elsewhere right, or broken too.
+                    # Non-finite where the reference is; elsewhere right, or non-finite,
+                    # too.
                     broken = ~np.isfinite(other[sees].astype(np.float32))
                     right = np.isfinite(one[sees].astype(np.float32))
                     assert not right[broken].any(), where
@@ -247,7 +248,7 @@ def check(this):
     assert played > 30
 
 
-# Cases that others cover, too, in another combination.
+# Covered by other cases in other combinations.
 FURTHER = "bfloat16", "int8", "latent", "by position", "by position, latent"
 
 
@@ -265,26 +266,26 @@ OF_CDNA = (
 
 
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles and maxima")
-def test_as_on_cdna(monkeypatch):
-    """Weights of two tokens at a time, and maxima that pass over NaN."""
+def test_isolation_with_cdna_techniques(monkeypatch):
+    """Weights of two tokens at a time, and maxima that ignore NaN."""
     tile = dataclasses.replace(
         tile_table.INTERPRETED.prefill,
         ways=OF_CDNA,
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
-    # Triton's are not XLA's, on any GPU.
+    # Triton's differ from XLA's on any GPU.
     as_triton = types.SimpleNamespace(**vars(jnp))
     as_triton.maximum, as_triton.max = jnp.fmax, jnp.nanmax
     for module in (walk, join):
         monkeypatch.setattr(module, "jnp", as_triton)
-    # A shape that no other test has, as their traces would be reused.
+    # A shape of this test only, as traces are cached.
     check(Case(storage="bfloat16", queries="bfloat16", dim=48))
 
 
 @pytest.mark.parametrize("name", with_further(GRADIENTS, "float32", "latent"))
-def test_gradients_are_broken_where_it_is_seen(name):
-    """And gradients of tokens where a broken row sees them."""
+def test_gradients_are_non_finite_only_where_expected(name):
+    """Gradients of tokens are, too, if a non-finite row attends to them."""
     this = GRADIENTS[name]
     differentiate, reference = map(this.differentiate, ("pallas", "reference"))
     whole = jax.device_get(differentiate(this.arguments))

@@ -1,6 +1,6 @@
-"""The plain path just past 2**31 elements: fingerprints on both sides of the boundary.
+"""The plain path past 2**31 elements: distinct values on both sides of the boundary.
 
-The kernel's addresses are read off the lowered code (`test_kernel_lowering.py`).
+The kernel's addresses are checked in the lowered code (`test_kernel_lowering.py`).
 """
 
 import jax
@@ -9,15 +9,15 @@ import pytest
 
 from jkv.attention import paged_attention
 
-# One layer of one head: 4 GiB of float16, and 32 bytes more than an i32 can count.
+# One layer of one head: 4 GiB of float16, 32 bytes past the range of i32.
 HEAD_DIM, BLOCK_SIZE = 16, 128
 NUM_BLOCKS = 2**31 // (HEAD_DIM * BLOCK_SIZE) + 1
-# Blocks at the start, and before and after element 2**31, 2**30 and 2**29.
+# Blocks at the start, and around elements 2**31, 2**30 and 2**29.
 MARKED = [0, 1, *(2**n // 2048 + k for n in (29, 30, 31) for k in (-1, 0))]
 
 
 def available_memory():
-    """Bytes that the machine could give, as Linux counts them."""
+    """Return the available memory in bytes, as Linux reports it."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":") for line in file)
@@ -29,8 +29,8 @@ def available_memory():
 @pytest.mark.slow
 @pytest.mark.skipif(available_memory() < 10 * 2**30, reason="takes 5 GB of memory")
 @pytest.mark.one_end
-def test_fingerprints_past_two_to_the_31():
-    """Decode and prefill. Values lie in the keys, so that one pool is enough."""
+def test_blocks_past_two_to_the_31_elements_are_read():
+    """Decode and prefill; values are part of the keys, so one pool suffices."""
     pool = make_pool()
     assert pool.size > 2**31
     num_requests = len(MARKED)
@@ -55,10 +55,10 @@ def test_fingerprints_past_two_to_the_31():
 
 
 def make_pool():
-    """Each element of a marked block is its place in the list, from 1 on; others are 0.
+    """Create a pool of zeros in which marked blocks hold their index, from 1 on.
 
-    Pages of zeros take no memory until something is written to them, and JAX leaves
-    numbers on the host where they are if they begin at a multiple of 64 bytes.
+    Untouched pages of zeros use no memory, and JAX does not copy host arrays that start
+    at a multiple of 64 bytes.
     """
     shape = 1, NUM_BLOCKS, 1, BLOCK_SIZE, HEAD_DIM
     size = int(np.prod(shape))

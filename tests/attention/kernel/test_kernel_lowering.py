@@ -1,4 +1,4 @@
-"""Programs of the kernel for absent GPUs: lowered, addressed, exported."""
+"""Programs of the kernel for absent GPUs: lowering, addresses, export."""
 
 import functools
 import re
@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import dealt, few, with_further
-from support.kernel_lowering import (
+from support.attention.kernel_lowering import (
     find_kernels,
     lower,
     lower_kernels,
@@ -17,6 +16,7 @@ from support.kernel_lowering import (
     pretend,
     shape,
 )
+from support.jax_versions import dealt, few, with_further
 from support.tolerances import assert_close, is_close
 
 import jkv
@@ -37,7 +37,7 @@ ROWS = [
     for number, row in enumerate(TABLE[family].rows)
     for kind in row.kinds
 ]
-# Dtypes that each kind of call is lowered with here.
+# Dtypes with which each kind of call is lowered.
 DTYPES = {
     "half": {},
     "float32": {"dtype": "float32"},
@@ -54,7 +54,7 @@ def platforms_of(family):
     }
 
 
-# Rows of a family differ in their head dims and tiles: of these every second one.
+# Rows of a family differ in head dims and tiles: run every second one here.
 FURTHER = [row for row in ROWS if row[1] % 2]
 
 
@@ -81,12 +81,12 @@ def test_every_row_of_the_table_lowers(family, number, kind):
     tiles = (decode, decodes), (prefill, row.prefill), (isolate, row.prefill)
     for kernel, tile in tiles:
         assert kernel.num_warps == tile.num_warps
-        stages = 1 if kernel is isolate else tile.num_stages  # it hardly ever runs
+        stages = 1 if kernel is isolate else tile.num_stages  # it rarely runs
         assert kernel.num_stages == stages
         assert kernel.text.count("tt.dot") >= 2
     kv_heads = pools.keys.shape[2]
     assert decode.grid[0] % kv_heads == 0 and join.grid[:2] == (64, queries.shape[1])
-    # The pool goes in whole: outside the kernels nothing reads it.
+    # The whole pool is an operand: nothing else reads it.
     pool = "x".join(map(str, pools.keys.shape))
     for line in lowered.as_text().splitlines():
         if f"tensor<{pool}x" in line and "stablehlo" in line:
@@ -94,7 +94,7 @@ def test_every_row_of_the_table_lowers(family, number, kind):
 
 
 @pytest.mark.one_end
-def test_a_step_that_only_decodes_launches_no_prefill():
+def test_a_decode_step_launches_no_prefill_kernel():
     queries, pools = make_shapes()
     tuning = find_tuning(queries, pools, "rocm", "gfx942")
     lowered = lower_kernels(queries, pools, tuning, "rocm", max_query_length=1)
@@ -106,7 +106,7 @@ def test_a_step_that_only_decodes_launches_no_prefill():
     "blocks, bits", few([(2**15, 32), (2**16, 32), (2**16 + 1, 64)], (2**16 + 1, 64))
 )
 def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
-    """2**15 elements a block: 2**31 in 2**16 blocks, which 32 bits still count."""
+    """2**15 elements a block: 2**31 elements are 2**16 blocks, the most for 32 bits."""
     queries, pools = make_shapes(blocks=blocks, num_layers=2)
     assert pools.keys.size == blocks * 2**15
     tuning = find_tuning(queries, pools, "rocm", "gfx942")
@@ -115,7 +115,7 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
     for kernel in kernels:
         if kernel.name == "jkv_join":
             continue
-        # The offsets of the two pools, and of queries, which are never as many.
+        # The offsets of both pools, and of the smaller queries.
         offsets = re.findall(
             r"addptr.*: \(tensor<[^<]*!tt.ptr<b?[fi]16[^>]*>>, tensor<[\dx]+x(i\d+)>",
             kernel.text,
@@ -126,7 +126,7 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
 
 @pytest.mark.one_end
 def test_byte_pools_of_two_to_four_gib_are_refused():
-    """2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap."""
+    """2**31 < elements and bytes <= 2**32: 32-bit offsets would wrap around."""
     for blocks, refused in (
         (2**16, False),
         (2**16 + 1, True),
@@ -179,7 +179,7 @@ def test_missing_table_rows_are_reported():
 
 
 def call_shapes(dtype):
-    """A call of `paged_attention` on float pools, as shapes."""
+    """Return a call of `paged_attention` on float pools, as shapes."""
     pool = shape(2, 64, 8, 16, 128, dtype=dtype)
     rows = shape(4, 32, 128, dtype=dtype)
     numbers = [shape(4) for _ in range(3)]
@@ -188,8 +188,8 @@ def call_shapes(dtype):
 
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
 @pytest.mark.one_end
-def test_the_platform_chooses(platform):
-    """The kernel where the table has a row for any GPU, the plain path otherwise."""
+def test_the_platform_selects_the_backend(platform):
+    """The kernel if the table has a row for any GPU, else the plain path."""
     lowered = lower(paged_attention, call_shapes("float16"), platform)
     assert len(find_kernels(lowered)) == 4
     lowered = lower(paged_attention, call_shapes("float32"), platform)
@@ -198,8 +198,8 @@ def test_the_platform_chooses(platform):
 
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it lowers for cards that are not here")
-def test_a_forced_kernel_is_refused_where_it_cannot_be():
-    """When the program is lowered, or traced if the GPU is named by then."""
+def test_a_forced_kernel_raises_if_unsupported():
+    """At lowering, or at tracing if the GPU is known by then."""
     forced = functools.partial(paged_attention, implementation="pallas")
     assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 4
     for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA only")):
@@ -208,7 +208,7 @@ def test_a_forced_kernel_is_refused_where_it_cannot_be():
 
 
 def test_vmap_lowers_and_equals_a_loop():
-    """On a GPU one launch after the other; here the kernel is only lowered."""
+    """A GPU launches them one after another; here the kernel is only lowered."""
     queries, keys, values, *rest = (
         leaf if leaf is None else jnp.ones(leaf.shape, leaf.dtype)
         for leaf in call_shapes("float16")
@@ -232,13 +232,13 @@ def test_vmap_lowers_and_equals_a_loop():
 
 
 def test_only_the_known_warning_is_silenced():
-    lower(paged_attention, call_shapes("float16"), "rocm")  # warnings are errors here
+    lower(paged_attention, call_shapes("float16"), "rocm")  # warnings are errors
     with pytest.raises(DeprecationWarning):
         warnings.warn("The Pallas backend is old", DeprecationWarning, stacklevel=1)
 
 
 def test_a_step_is_exported_for_three_platforms():
-    """append, write and attend over layers, serialised, read back, called on CPU."""
+    """append, write and attend over layers: serialized, read back, run on a CPU."""
     config = jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,

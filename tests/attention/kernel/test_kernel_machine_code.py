@@ -1,10 +1,9 @@
-"""Machine code of the kernels to dispatch, for GPUs that are not there.
+"""Machine code of the kernels for absent GPUs.
 
-Needs the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds the same
-compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
-to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
-that the table promises, which takes half an hour. With `-k gfx942` the rows of that
-GPU alone are made anew.
+Requires the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds another
+revision of the same compiler. `JKV_KEEP_RESULTS=1` also writes the printed table to
+`benchmarks/results/kernel_code.json`. `JKV_ALL_SHAPES=1` compiles every supported head
+dim, which takes half an hour. `-k gfx942` updates only that GPU's rows.
 """
 
 import functools
@@ -13,7 +12,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from support.kernel_lowering import (
+from support.attention.kernel_lowering import (
     PALLAS,
     find_kernels,
     lower,
@@ -22,7 +21,7 @@ from support.kernel_lowering import (
     make_shapes,
     shape,
 )
-from support.kernel_table import (
+from support.attention.kernel_table import (
     BACKWARD_SHAPES,
     FEW_BACKWARD,
     KEEP,
@@ -31,10 +30,10 @@ from support.kernel_table import (
     TARGETS,
     kernels_of,
 )
+from support.attention.slot_writes import shape_write
 from support.paths import ROOT
-from support.slot_writes import shape_write
 
-from jkv.attention.call import Past
+from jkv.attention.backend import Past
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.attention.kernel.tiles.table import TABLE, Techniques
 from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
@@ -43,16 +42,16 @@ triton = pytest.importorskip(
     "triton", reason="machine code needs the extra: pip install '.[amd-compile]'"
 )
 
-from support.triton_machine_code import (  # noqa: E402
+from support.attention.triton_machine_code import (  # noqa: E402
     SHARED_LIMIT,
     compile_kernel,
 )
 
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_code.json"
-# Of a carried step of bytes in one block, where it waits for memory more than once.
+# Memory waits of a carried step over 8-bit storage in one block.
 MORE_WAITS = {("gfx1100", 48): 3, ("gfx1100", 96): 2}
-# Launched with every prompt, but the part behind the check for NaN hardly ever runs: it
-# may keep registers in memory where the kernel beside it has none left.
+# Launched with every prompt, but the code after the NaN check rarely runs: it may spill
+# if the main kernel uses all registers.
 RARE = "jkv_isolate", "jkv_isolate_queries"
 store = functools.partial(store_rows, way=PALLAS)
 table: list[dict[str, object]] = []
@@ -60,7 +59,7 @@ table: list[dict[str, object]] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def keep_table():
-    """Print the table after the last test, and keep it on request."""
+    """Print the table after the last test, and store it on request."""
     yield
     for entry in table:
         print(*entry.values())
@@ -72,7 +71,7 @@ def keep_table():
 
 
 def _with_the_others():
-    """The table, with the kept entries of GPUs not compiled for now."""
+    """Return the table with the stored entries of GPUs not compiled in this run."""
     cards = [(target, known or "unknown") for _, target, known, _ in TARGETS]
     kept = json.loads(RESULTS.read_text())["kernels"]
     made = set(map(_find_part, table))
@@ -83,7 +82,7 @@ def _with_the_others():
 
 
 def _find_part(entry):
-    """The GPU, and which of the tests here compiled it."""
+    """Return the GPU, and the test that compiled it."""
     tests = {
         "jkv_query_gradients": "derivative",
         "jkv_token_gradients": "derivative",
@@ -92,7 +91,7 @@ def _find_part(entry):
     return entry["target"], entry["card"], tests.get(entry["kernel"], "attention")
 
 
-# A card of each family, and the head dims and dtypes of common models.
+# One GPU of each family, and head dims and dtypes of common models.
 MASKED_TARGETS = ("gfx942", "gfx1100", "sm_90")
 MASKED_SHAPES = (
     dict(head_dim=128),
@@ -125,7 +124,7 @@ def test_no_masked_kernel_spills(target):
     TARGETS,
     ids=[f"{target}-{known or 'unknown'}" for _, target, known, _ in TARGETS],
 )
-def test_nothing_spills(platform, target, known, shapes):
+def test_no_kernel_spills(platform, target, known, shapes):
     """No spills, shared memory within limits, matrix instructions, for every shape."""
     served = 0
     for head_dim, value_dim, fields in shapes:
@@ -155,16 +154,16 @@ def test_nothing_spills(platform, target, known, shapes):
             soft_cap = None if fields.get("options") in (None, "window") else 30.0
             is_carried = Techniques.CARRIED in tuning.decode_tile(soft_cap).ways
             if kernel.name == "jkv_decode" and is_carried:
-                # One for a tile; one before it for the ids of several blocks. gfx12
-                # loads scales of two tokens into the halves of one register: the second
-                # waits for the first, and the ids with it.
+                # One wait for a tile; one before it for the ids of several blocks.
+                # gfx12 loads scales of two tokens into halves of one register: the
+                # second waits for the first, and the ids with it.
                 has_halves = target.startswith("gfx12") and pools.key_scales is not None
                 has_one_block = pools.block_size % tuning.decode.tokens == 0
                 waits = 1 if has_one_block and not has_halves else 2
                 if has_one_block:
                     waits = MORE_WAITS.get((target, head_dim), waits)
                 if has_halves and fields.get("options", "none") != "none":
-                    waits = 3  # nearly all registers are taken
+                    waits = 3  # nearly all registers are in use
                 if has_halves and pools.block_size & (pools.block_size - 1):
                     waits = 3  # columns and slots are quotients and remainders
                 # Tiles of keys and values differ, and so do the lanes that load them.
@@ -185,7 +184,7 @@ def test_nothing_spills(platform, target, known, shapes):
     ids=[f"{target}-{known or 'unknown'}" for _, target, known, _ in TARGETS],
 )
 def test_no_derivative_spills(platform, target, known, shapes):
-    """Likewise of the derivatives' kernels: queries' and tokens' of each shape."""
+    """The same for gradients of queries and of tokens, for every shape."""
     served = 0
     for head_dim, value_dim, fields in shapes:
         sizes = {key: fields[key] for key in fields if key != "options"}
@@ -207,7 +206,7 @@ def test_no_derivative_spills(platform, target, known, shapes):
         as_text = json.dumps(fields, sort_keys=True)
         given = platform, tuning, head_dim, value_dim, as_text
         kernels = kernels_of(*given, lower=lower_derivative)
-        # Of queries two: as they are, and after NaN of keys.
+        # Two kernels for queries: without and with NaN keys.
         assert len(kernels) == (3 if pools.keys.dtype != jnp.uint16 else 2)
         for kernel in kernels:
             code = compile_kernel(kernel, target)
@@ -221,11 +220,11 @@ def test_no_derivative_spills(platform, target, known, shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "platform, target, known",
-    [card for *card, _ in TARGETS if card[2] is not None],  # stored alike on all
+    [card for *card, _ in TARGETS if card[2] is not None],  # equal on all GPUs
     ids=[target for _, target, known, _ in TARGETS if known is not None],
 )
 def test_no_store_spills(platform, target, known):
-    """Likewise of the kernel that stores rows: one load and one store of each part."""
+    """The same for the kernel that stores rows: one load and one store per part."""
     for sizes in STORED:
         lowered = lower(store, (shape_write(sizes),), platform)
         (kernel,) = find_kernels(lowered)
@@ -246,7 +245,7 @@ def test_no_store_spills(platform, target, known):
 
 
 def test_every_row_is_compiled():
-    """The shapes reach each row of each family."""
+    """The shapes cover every table row of each family."""
     reached = set()
     for platform, _, known, shapes in TARGETS:
         for head_dim, value_dim, fields in shapes:

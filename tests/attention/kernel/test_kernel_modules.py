@@ -1,4 +1,4 @@
-"""jkv's own lowering: beside Pallas', without it, and its refusals."""
+"""jkv's own lowering: equality with Pallas', use without it, and refusals."""
 
 import functools
 import re
@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from support.jax_versions import few
-from support.kernel_lowering import (
+from support.attention.kernel_lowering import (
     PALLAS,
     find_kernels,
     lower,
@@ -20,7 +19,8 @@ from support.kernel_lowering import (
     shape,
     written_for,
 )
-from support.slot_writes import Sizes, shape_write
+from support.attention.slot_writes import Sizes, shape_write
+from support.jax_versions import few
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel import backend
@@ -30,7 +30,7 @@ from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 
 def lower_call(platform, target, way, *, head_dim=128, options="all", **fields):
-    """A call with all options there are, in tiles for a GPU."""
+    """Lower a call with all options, in tiles for a GPU."""
     queries, pools = make_shapes(head_dim, **fields)
     tuning = find_tuning(queries, pools, platform, target)
     given = {}
@@ -66,7 +66,7 @@ PROGRAMS = {
 
 
 def call_shapes(num_rows):
-    """A call of `paged_attention` on float pools."""
+    """Return a call of `paged_attention` on float pools, as shapes."""
     pool = shape(2, 64, 8, 16, 128, dtype=jnp.float16)
     rows = shape(num_rows, 32, 128, dtype=jnp.float16)
     numbers = [shape(4) for _ in range(3)]
@@ -74,13 +74,13 @@ def call_shapes(num_rows):
 
 
 def without_modules(lowered):
-    """A program without its modules of Triton, which Pallas keeps as bytecode."""
+    """Return a program's text without Triton modules (bytecode in Pallas)."""
     return re.sub(r'ir = "(?:[^"\\]|\\.)*"', "", lowered.as_text())
 
 
 @pytest.mark.parametrize("name", few(PROGRAMS, "bytes", "floats", "store"))
-def test_programs_are_the_same_as_by_pallas(name):
-    """Modules byte for byte, grids, warps, operands, layouts and in-place operands.
+def test_programs_equal_those_of_pallas(name):
+    """Modules byte for byte, grids, warps, operands, layouts and aliases.
 
     `test_kernel_every_module.py` compares the modules of the whole table.
     """
@@ -96,8 +96,8 @@ def test_programs_are_the_same_as_by_pallas(name):
 
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it lowers for cards that are not here")
-def test_arrays_on_a_mesh_change_nothing():
-    """JAX then puts the arrays' shardings into jaxprs, those of kernels too."""
+def test_sharded_arrays_do_not_change_modules():
+    """JAX puts the arrays' shardings into jaxprs, including those of kernels."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
     lie = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(
@@ -117,7 +117,7 @@ def test_arrays_on_a_mesh_change_nothing():
 
 
 def launch_toy(kernel, way, *arrays, grid=(3, 2)):
-    """Run a kernel and keep only its result, stored in f32[8, 16]."""
+    """Run a kernel and return its only result, f32[8, 16]."""
     results = (jax.ShapeDtypeStruct((8, 16), jnp.float32),)
     compilation = backend.Compilation(1, 1, way)
     (out,) = backend.launch(
@@ -137,7 +137,7 @@ def lower_toy(kernel, platform, way, *dtypes, grid=(3, 2)):
     return lower(defer, arrays, platform)
 
 
-# Operations on two tiles, by the names of their primitives.
+# Primitives on two tiles.
 OF_ALL = "add sub mul max min eq ne lt le gt ge".split()
 OF_INTEGERS = "div rem bitwise_and bitwise_or bitwise_xor".split()
 OF_INTEGERS += "shift_left shift_right_arithmetic shift_right_logical".split()
@@ -147,13 +147,13 @@ COLUMNS = 16
 
 
 def index_all():
-    """The indices of a ref [8, 16], as kernels have them."""
+    """Return the indices of a ref [8, 16], as kernels compute them."""
     iota = functools.partial(lax.broadcasted_iota, jnp.int32)
     return iota((8, 1), 0), iota((1, COLUMNS), 1)
 
 
 def keep(out_ref, *tiles):
-    """Store the sum of tiles, so that each of them is computed."""
+    """Store the sum of tiles, so that each is computed."""
     total = jnp.zeros((8, COLUMNS), jnp.float32)
     for tile in tiles:
         total += tile.astype(jnp.float32)
@@ -161,7 +161,7 @@ def keep(out_ref, *tiles):
 
 
 def operate(x_ref, y_ref, out_ref):
-    """Each operation on two tiles, and on a tile and numbers."""
+    """Apply each operation to two tiles, and to a tile and a number."""
     x, y = x_ref[index_all()], y_ref[index_all()]
     names = OF_ALL + (OF_INTEGERS if x.dtype.name in INTEGERS else [])
     tiles = [getattr(lax, name)(x, y) for name in names]
@@ -170,7 +170,7 @@ def operate(x_ref, y_ref, out_ref):
 
 
 def convert(x_ref, out_ref):
-    """All conversions, through numbers of every kind."""
+    """Convert between numbers of every kind."""
     x = x_ref[index_all()]
     tiles = [x, x > 0, (x != 0).astype(jnp.int8)]
     for name in FLOATS + (INTEGERS if x.dtype.name in INTEGERS else []):
@@ -179,7 +179,7 @@ def convert(x_ref, out_ref):
 
 
 def reshape_and_sum(x_ref, out_ref):
-    """Kernels' operations on tiles of float32, and on numbers."""
+    """Apply the kernels' operations to float32 tiles and to numbers."""
     x, row = x_ref[index_all()], x_ref[backend.program_id(1), jnp.arange(16)]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     number = jnp.max(row) + lax.squeeze(jnp.sum(row[None, :], axis=1), [0])
@@ -198,7 +198,7 @@ def reshape_and_sum(x_ref, out_ref):
 
 
 def loop(x_ref, out_ref):
-    """Loops that count and that do not, with refs, with and without results."""
+    """Run counting and other loops, with refs, with and without results."""
     number = 5 + backend.program_id(0)
 
     def add(count, total):
@@ -213,7 +213,7 @@ def loop(x_ref, out_ref):
         return steps >> 1, inner + x_ref[index_all()]
 
     def count_up(first, step, end):
-        """A loop over other counts than `scf.for` has."""
+        """Run a loop whose counts `scf.for` does not support."""
         carry = first, end, jnp.float32(1.0)
         found = lax.while_loop(
             lambda c: c[0] < c[1], lambda c: (c[0] + step, c[1], c[2] * 2.0), carry
@@ -239,7 +239,7 @@ TOYS = {
 
 
 @pytest.mark.parametrize("name", few(TOYS, "uint8s", "tiles", "loops"))
-def test_rules_are_as_of_pallas(name):
+def test_rules_equal_those_of_pallas(name):
     kernel, *dtypes = TOYS[name]
     for platform, grid in (("rocm", (3, 2)), ("cuda", (1, 5))):
         expected, found = (
@@ -281,7 +281,7 @@ def refuse(x_ref, out_ref, *, what):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize(
-    "what, dtype, said",
+    "what, dtype, message",
     [
         ("a slice", "float32", "brings get to Triton .*got a slice"),
         ("a sine", "float32", "brings sin to Triton"),
@@ -299,19 +299,19 @@ def refuse(x_ref, out_ref, *, what):
         ),
     ],
 )
-def test_primitives_without_a_rule_are_reported(what, dtype, said):
+def test_primitives_without_a_rule_are_reported(what, dtype, message):
     kernel = functools.partial(refuse, what=what)
-    with pytest.raises(NotImplementedError, match=f"(?s){said}"):
+    with pytest.raises(NotImplementedError, match=f"(?s){message}"):
         lower_toy(kernel, "rocm", written_for("rocm"), dtype)
 
 
 @pytest.mark.one_end
-def test_chosen_where_pallas_is_missing(monkeypatch):
+def test_triton_is_selected_if_pallas_is_missing(monkeypatch):
     """The change for that day: `default_platforms` moves to another class."""
     monkeypatch.setattr(Pallas, "_why_missing", lambda *_: "it is gone")
     assert not find_kernels(lower(paged_attention, call_shapes(5), "rocm"))
     monkeypatch.setattr(Triton, "default_platforms", Pallas.default_platforms)
-    # Of other shapes: earlier traces are kept.
+    # Another shape, as traces are cached.
     assert len(find_kernels(lower(paged_attention, call_shapes(6), "rocm"))) == 4
 
 
@@ -342,6 +342,6 @@ for platform in ("rocm", "cuda"):  # no card is asked for
 """
 
 
-def test_without_the_lowering_of_pallas():
-    """And without the bindings that it brings: interpreted, and lowered."""
+def test_kernels_work_without_the_lowering_of_pallas():
+    """Kernels are interpreted and lowered, also without Pallas' bindings."""
     subprocess.run([sys.executable, "-c", WITHOUT], check=True)

@@ -1,16 +1,16 @@
-"""Tests that run compiled on a GPU: the table has a tile for each of their shapes.
+"""GPU tests: the table has a tile for each shape that they use.
 
-Their suites ask `support.served_shapes`; by `support.compiled_shapes` a test calls
-the kernel in no other shape.
+The suites get their shapes from `support.attention.served_shapes`;
+`support.attention.compiled_shapes` fails a test that uses another one.
 """
 
 import importlib.util
 import pathlib
 
 import pytest
-from support import served_shapes
-from support.attention_workloads import Workload, make_operands
-from support.served_shapes import (
+from support.attention import served_shapes
+from support.attention.attention_workloads import Workload, make_operands
+from support.attention.served_shapes import (
     IS_INTERPRETED,
     Shape,
     find_fit,
@@ -24,7 +24,7 @@ from jkv.attention import paged_attention
 pytestmark = pytest.mark.one_end
 
 HERE = pathlib.Path(__file__).parent
-# Suites that fit the shapes of their tests where they are loaded.
+# Suites that fit their shapes at import.
 SUITES = [
     HERE / "test_pallas.py",
     HERE / "test_kernel_by_position.py",
@@ -38,23 +38,23 @@ TARGETS = "sm_90", "gfx942", "gfx1100", "gfx1201"
 
 
 def load_shapes(path, monkeypatch):
-    """The shapes that a suite asks for."""
-    monkeypatch.setattr(served_shapes, "FITTED", asked := set())
-    monkeypatch.syspath_prepend(path.parent)  # suites share the modules of their folder
+    """Return the shapes that a suite requests."""
+    monkeypatch.setattr(served_shapes, "FITTED", fitted := set())
+    monkeypatch.syspath_prepend(path.parent)  # suites share modules of their folder
     spec = importlib.util.spec_from_file_location(f"{path.stem}_again", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    return asked
+    return fitted
 
 
 @pytest.mark.interpreted(reason="it asks for cards that are not here")
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_every_shape_has_a_tile(path, monkeypatch):
-    """Where it has none itself one like it has, of the same kind of storage."""
-    asked = load_shapes(path, monkeypatch)
-    assert asked
+    """If the shape itself has none, a similar one with the same kind of storage has."""
+    fitted = load_shapes(path, monkeypatch)
+    assert fitted
     for target in TARGETS:
         device = name_card(target)
-        for shape in asked:
+        for shape in fitted:
             found = find_fit(shape, device)
             assert found is not None and why_unserved(found, device) is None, shape
             for one, other in zip(found[2:5], shape[2:5], strict=True):
@@ -91,14 +91,14 @@ def test_fit_returns_the_nearest_supported_shape(shape, target, expected):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_bytes_have_a_derivative_on_one_family(dtype):
-    """Elsewhere the plain path differentiates them, and the test is skipped."""
+def test_8_bit_pools_have_a_derivative_on_one_family(dtype):
+    """On other GPUs the plain path differentiates them, and the test is skipped."""
     shape = Shape(48, 32, "float32", dtype, dtype, is_derived=True)
     served = [t for t in TARGETS if why_unserved(shape, name_card(t)) is None]
     assert served == ["gfx942"]
 
 
-def test_a_gpu_without_tiles_is_named(monkeypatch):
+def test_a_gpu_without_tiles_is_reported(monkeypatch):
     monkeypatch.setattr(served_shapes, "CARD", name_card("gfx906"))
     with pytest.raises(LookupError, match="gfx906 has no tile for Shape"):
         fit(Shape())
@@ -111,5 +111,7 @@ def test_an_unregistered_shape_is_refused():
     tables, *lengths = operands[3:7]
     pools = operands.key_pool, operands.value_pool
     call = operands.queries[0], *pools, 0, tables, None, *lengths
-    with pytest.raises(AssertionError, match="ask support.served_shapes for it"):
+    with pytest.raises(
+        AssertionError, match="ask support.attention.served_shapes for it"
+    ):
         paged_attention(*call, implementation="pallas")

@@ -1,4 +1,4 @@
-"""The lists of a step: made by `append` where there is a GPU, used by all layers."""
+"""Work lists of a step: made by `append` on a GPU, used by all layers."""
 
 import dataclasses
 import functools
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.attention.kernel_lowering import find_kernels, lower, shape
 from support.jax_versions import dealt
-from support.kernel_lowering import find_kernels, lower, shape
 from support.small_caches import small_config
 from support.tolerances import assert_close
 
@@ -22,26 +22,26 @@ from jkv.attention.kernel.work import planning
 from jkv.attention.kernel.work.lists import DecodeSizes, PositionSizes, PrefillSizes
 from jkv.verbs.attending import plan_attention
 
-# Two kv heads, so that the pieces are dealt to them.
+# Two kv heads, so that pieces are divided among them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 
 
 @pytest.fixture
 def with_card(monkeypatch):
-    """As on a machine with a GPU for which kernels are cut as they are interpreted."""
+    """A fake GPU whose kernels are tuned as if interpreted."""
     monkeypatch.setattr(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted"))
     monkeypatch.setattr(planning, "find_local_tuning", lambda _: INTERPRETED)
 
 
 @pytest.fixture
 def with_mi300x(monkeypatch):
-    """As on a machine with that GPU, except that nothing runs there."""
+    """A fake MI300X, on which nothing runs."""
     monkeypatch.setattr(backend, "find_target", {"rocm": "gfx942", "cuda": None}.get)
 
 
 @pytest.fixture
 def num_listed(monkeypatch):
-    """How often a call of attention has made a list of its own."""
+    """The number of work lists that calls of attention made themselves."""
     made = []
 
     def list_work(function, *arguments, **options):
@@ -62,7 +62,7 @@ def step(
     is_exact=False,
     **sizes,
 ):
-    """Three sequences of 6, 0 and 3 tokens, then a step; return a layer's result."""
+    """Take a step after 6, 0 and 3 tokens; return a layer's attention."""
     config = small_config(num_kv_heads=2, head_dim=16, num_layers=2, **sizes)
     cache, opened = jkv.allocate(jkv.init(config), np.zeros(3, np.int32))
     rng = np.random.default_rng(0)
@@ -83,11 +83,11 @@ def step(
 
 
 def sizes_of(lists, kind):
-    """The sizes of the lists of a kind."""
+    """Return the sizes of the lists of one kind."""
     return [each.sizes for each in lists if isinstance(each.sizes, kind)]
 
 
-# A call's changes to a step with one token each, or some, of three sequences.
+# Options of a step with one token each, or more, of three sequences.
 CALLS = {
     "decode": {},
     "mixed": {"num_tokens": [1, 2, 1, 0]},
@@ -130,7 +130,7 @@ def test_pieces_by_position_are_listed_once(num_listed):
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")
-def test_other_calls_make_their_own(num_listed):
+def test_other_calls_make_their_own_lists(num_listed):
     batch, answer = step(group=17)
     assert batch.plan is not None and num_listed
     expected = step(group=17, implementation="reference")[1]
@@ -138,7 +138,7 @@ def test_other_calls_make_their_own(num_listed):
 
 
 def score(implementation):
-    """Two prompts with two continuations each, by two layers of attention alone."""
+    """Score two prompts with two completions each, by two attention layers."""
 
     def model(rows_of_tokens, tokens, cache, batch):
         rows = rows_of_tokens[tokens]
@@ -167,7 +167,7 @@ def test_scoring_uses_the_lists_of_its_step(num_listed):
 def test_plans_use_the_tuning_of_the_gpu():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
-    # As many programs as an MI300X holds, for two kv heads.
+    # As many programs as an MI300X runs at once, for two kv heads.
     (sizes, *_) = sizes_of(batch.plan[0]["pallas"], DecodeSizes)
     assert sizes.least == 8 * 304 // 2 // 2
 
@@ -181,14 +181,14 @@ def test_without_a_gpu_no_work_is_listed():
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_mi300x")
-def test_lists_are_not_computed_anew():
-    """Layers read them from a barrier, which XLA does not repeat.
+def test_lists_are_not_recomputed():
+    """Layers read them through a barrier, which XLA does not duplicate.
 
     `benchmarks/rocm_compile.py` counts the result.
     """
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     traced = jax.jit(lambda cache: jkv.append(cache, [0, 1])[1].plan).trace(cache)
-    # The last that is computed lists them; its results are the plan.
+    # The last equation lists the work; its results are the plan.
     outer = traced.jaxpr.jaxpr
     listing = outer.eqns[-1]
     jaxpr = listing.params["jaxpr"].jaxpr
@@ -199,7 +199,7 @@ def test_lists_are_not_computed_anew():
 
 
 LATENT = {"num_kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
-# Changes of the cache, and query heads.
+# Changes of the cache, and the number of query heads.
 MODELS = {
     "bytes, 3 of each": ({"num_kv_heads": 2, "head_dim": 64, "dtype": "int8"}, 6),
     "latent, 128 heads": (LATENT | {"values_in_keys": True}, 128),
@@ -210,7 +210,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.usefixtures("with_mi300x")
 def test_plans_for_all_head_layouts(num_listed, model):
-    """Chunks of prompts and single tokens in a window, and first rows of a step."""
+    """Prefill chunks and single tokens in a window, and first rows of a step."""
     changes, num_heads = MODELS[model]
     config = small_config(num_layers=2, **{"dtype": "bfloat16"} | changes)
     cache = jax.eval_shape(lambda: jkv.init(config))
@@ -228,7 +228,7 @@ def test_plans_for_all_head_layouts(num_listed, model):
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_mi300x")
-def test_each_group_has_lists_of_its_own():
+def test_each_group_has_its_own_lists():
     config = jkv.GroupedConfig.for_context_length(
         4096, max_sequences=2, layer_windows=[None, 64], num_kv_heads=1, head_dim=16
     )

@@ -1,6 +1,6 @@
-"""Rows that the kernel rounds to one byte: the bits of XLA's rounding on CPUs.
+"""Rows that the kernel rounds to 8 bits: bit-identical to XLA's rounding on CPUs.
 
-On GPUs a few elements are one unit apart, as `jkv.formats.scaled` says.
+On GPUs a few elements differ by one unit, as `jkv.formats.scaled` documents.
 """
 
 import jax
@@ -15,7 +15,7 @@ from jkv.formats.scaled import count_units_apart, round_rows
 
 
 def draw_quotients(dtype, random):
-    """Rows with elements at, and just beside, the middles of two numbers."""
+    """Draw rows with elements at and near the midpoints of two numbers."""
     numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
     numbers = np.unique(np.abs(numbers[np.isfinite(numbers)]))
     middles = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
@@ -25,7 +25,7 @@ def draw_quotients(dtype, random):
     rows = np.float32(random.choice(middles, (64, 256)) * scales)
     beside = random.integers(-2, 3, rows.shape).astype(np.int32)
     rows = np.abs((rows.view(np.int32) + beside).clip(0).view(np.float32))
-    rows[:, 0] = numbers[-1] * scales[:, 0]  # so that the scale is this one
+    rows[:, 0] = numbers[-1] * scales[:, 0]  # sets the scale
     return rows * random.choice(np.float32([-1, 1]), rows.shape)
 
 
@@ -33,8 +33,8 @@ BYTES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 
 
 @pytest.mark.parametrize("name", few(BYTES, "int8"))
-def test_rounding_where_it_turns(name):
-    """Elements and scales of XLA's rounding: at ties, of NaN, small and large rows."""
+def test_rounding_equals_xla(name):
+    """Elements and scales, for ties, NaN, small and large rows."""
     dtype, random = jnp.dtype(name), np.random.default_rng(0)
     rows = draw_quotients(dtype, random)
     any_bits = random.integers(0, 2**32, (64, 256), np.uint32)
@@ -73,7 +73,7 @@ def test_rounding_where_it_turns(name):
 
 @pytest.mark.one_end
 def test_inverses_are_rounded_to_nearest():
-    """Of every scale that a row may have."""
+    """For every possible scale of a row."""
     bits = np.arange(0x0080, 0x7C80, dtype=np.int32) << 16
     found = np.asarray(jax.jit(jax.vmap(invert))(bits))
     exact = 1 / bits.view(np.float32).astype(np.float64)
@@ -82,8 +82,8 @@ def test_inverses_are_rounded_to_nearest():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("name", BYTES)
-def test_units_apart_are_numbers_in_between(name):
-    """Of neighbours one, across zero, too; of either zero none."""
+def test_units_apart_counts_the_numbers_between(name):
+    """Neighbours are one apart, also across zero; the two zeros are zero apart."""
     dtype = jnp.dtype(name)
     codes = np.arange(256, dtype=np.uint8).view(dtype)
     numbers = codes.astype(np.float32)

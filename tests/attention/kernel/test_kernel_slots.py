@@ -1,4 +1,4 @@
-"""The kernel that stores rows in their slots: the bits of the scatter, in place."""
+"""The kernel that stores rows in slots: bit-identical to the scatter, and in place."""
 
 import dataclasses
 import functools
@@ -8,24 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.attention.kernel_lowering import find_kernels, lower, shape
+from support.attention.slot_writes import Sizes, make_write, shape_write
 from support.jax_versions import few
-from support.kernel_lowering import find_kernels, lower, shape
-from support.slot_writes import Sizes, make_write, shape_write
 
 import jkv
 from jkv.attention import backend, choice
+from jkv.attention.backend import SlotWrite
+from jkv.attention.choice import scatter
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.slots import store_rows, why_scattered
-from jkv.attention.slots import SlotWrite, scatter
 from jkv.verbs import writing
 
-# Interpreted on a CPU, compiled where there is a GPU.
+# Interpreted on a CPU, compiled on a GPU.
 here = functools.partial(store_rows, way=Way(jax.default_backend() == "cpu"))
 compiled = functools.partial(store_rows, way=Way())
 
 
 def draw_write(sizes, seed=0):
-    """Any bits at all, NaN among them; each slot once, and rows that have none."""
+    """Draw a write of random bits, NaN included, with unique slots and padding."""
     random = np.random.default_rng(seed)
 
     def draw(dims, dtype):
@@ -46,7 +47,7 @@ def draw_write(sizes, seed=0):
         arrays=arrays,
         rows=rows,
         layer=jnp.int32(1),
-        # Of rows without a slot, block N, or one that another row may be given.
+        # Rows without a slot have block N, or a block of another row.
         block_ids=jnp.asarray(
             np.where(valid | (slots % 2 == 0), slots // tokens, sizes.blocks), jnp.int32
         ),
@@ -61,7 +62,7 @@ def assert_same_bits(found, wanted):
     assert set(found) == set(wanted)
     for name, array in wanted.items():
         assert found[name].dtype == array.dtype
-        bits = f"u{array.dtype.itemsize}"  # all of them: of NaN there are many
+        bits = f"u{array.dtype.itemsize}"  # as bits, since NaN has many
         pair = np.asarray(found[name]).view(bits), np.asarray(array).view(bits)
         np.testing.assert_array_equal(*pair)
 
@@ -85,11 +86,11 @@ CASES = [
 @pytest.mark.parametrize(
     "sizes", few(CASES, CASES[0], CASES[4], CASES[7], CASES[10]), ids=str
 )
-def test_the_kernel_stores_bits_of_the_scatter(sizes):
+def test_the_kernel_stores_the_same_bits_as_the_scatter(sizes):
     write = draw_write(sizes)
     found, wanted = jax.jit(here)(write), jax.jit(scatter)(write)
     assert_same_bits(found, wanted)
-    # Of each array some of this layer was stored, and nothing of the other one.
+    # Every array of this layer has changed, and nothing of the other one.
     for name, array in write.arrays.items():
         assert (np.asarray(wanted[name][1]) != np.asarray(array[1])).any()
         assert_same_bits({name: found[name][0]}, {name: array[0]})
@@ -97,7 +98,7 @@ def test_the_kernel_stores_bits_of_the_scatter(sizes):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("layer", [-1, 2, 0])
-def test_rows_of_no_layer_are_dropped(layer):
+def test_rows_of_an_invalid_layer_are_dropped(layer):
     write = dataclasses.replace(draw_write(Sizes()), layer=jnp.int32(layer))
     found = jax.jit(here)(write)
     assert_same_bits(found, jax.jit(scatter)(write))
@@ -122,7 +123,7 @@ LOWERED = [
 
 
 @pytest.mark.parametrize("platform, sizes", few(LOWERED, LOWERED[0]), ids=str)
-def test_one_launch_that_changes_the_arrays(platform, sizes):
+def test_one_launch_updates_the_arrays_in_place(platform, sizes):
     write = shape_write(sizes)
     lowered = lower(compiled, (write,), platform)
     (kernel,) = find_kernels(lowered)
@@ -130,14 +131,14 @@ def test_one_launch_that_changes_the_arrays(platform, sizes):
     assert kernel.grid == (sizes.rows, sizes.heads, 1) and kernel.num_warps == 1
     text = lowered.as_text()
     assert text.count("output_operand_alias<") == len(write.arrays)
-    # Numbers are taken for bits without an operation.
+    # Numbers are reinterpreted as bits without an operation.
     assert "stablehlo.bitcast_convert" not in text and "stablehlo.convert" not in text
 
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("blocks, bits", [(2**16, 32), (2**16 + 1, 64)])
 def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
-    """2**15 elements a block: 2**31 in 2**16 blocks, which 32 bits still count."""
+    """2**15 elements a block: 2**31 elements are 2**16 blocks, the most for 32 bits."""
     sizes = Sizes(head_dims=(128, 128), heads=8, block_size=16, blocks=blocks)
     write = shape_write(sizes)
     assert why_scattered(write.arrays) is None
@@ -151,7 +152,7 @@ def test_addresses_past_two_to_the_31_are_64_bits(blocks, bits):
 
 
 @pytest.mark.one_end
-def test_writes_left_to_scatters():
+def test_unsupported_writes_use_scatters():
     def ask(**changes):
         dtype = changes.pop("stored", None)
         write = shape_write(Sizes(**changes))
@@ -166,7 +167,7 @@ def test_writes_left_to_scatters():
     assert ask(dtype="int8", head_dims=(32, 16)) == ""
     assert "one launch" in ask(head_dims=(576,))
     assert ask(dtype="int8", head_dims=(576,)) == ""
-    # 2**31 < elements and bytes <= 2**32: offsets would be 32 bits and wrap.
+    # 2**31 < elements and bytes <= 2**32: 32-bit offsets would wrap around.
     large = dict(dtype="int8", head_dims=(128, 128), heads=8, block_size=16)
     for blocks, is_scattered in ((2**16, False), (2**16 + 1, True), (2**17 + 1, False)):
         assert ("2**32" in ask(**large, blocks=blocks)) == is_scattered
@@ -186,7 +187,7 @@ def test_gpus_with_a_store_kernel(monkeypatch):
         ("gfx942", ["rocm"]),
         ("gfx1201", ["rocm"]),
         ("sm_90", ["cuda"]),
-        ("gfx906", []),  # no kernel at all
+        ("gfx906", []),  # no kernel
         ("sm_70", []),
     ):
         pretend(card)
@@ -208,14 +209,14 @@ CONFIG = jkv.CacheConfig(
 
 
 def play(config, queries, keys, values):
-    """Two steps of several sequences and padding, over layers in a loop."""
+    """Take two steps of several sequences and padding, with a loop over layers."""
     cache, opened = jkv.allocate(jkv.init(config), [4, 0, 2])
     for counts in ([2, 0, 3], [1, 1, 1]):
         cache, batch = jkv.append(cache, opened.seq_ids, jnp.array(counts), capacity=8)
 
         def layer(number, carry, batch=batch):
             cache, rows = carry
-            # All exact in bfloat16: XLA leaves out rounding in between where it may.
+            # All exact in bfloat16: XLA may omit intermediate rounding.
             new = jnp.where(jax.lax.stop_gradient(rows) > 0, values, -values)
             power = jnp.asarray(2**number, keys.dtype)
             cache = jkv.write(cache, number, batch, keys * power, new)
@@ -229,7 +230,7 @@ def play(config, queries, keys, values):
 
 @pytest.mark.parametrize("dtype", few(["bfloat16", "int8"], "bfloat16"))
 def test_a_loop_over_layers_stores_the_same(dtype, monkeypatch):
-    """The verb with the kernel, interpreted, and without it by its switch."""
+    """The verb with the interpreted kernel, and without it."""
     config = dataclasses.replace(CONFIG, dtype=dtype)
     random = np.random.default_rng(3)
     rows = [
@@ -257,8 +258,8 @@ def test_a_loop_over_layers_stores_the_same(dtype, monkeypatch):
 
 
 @pytest.mark.one_end
-def test_gradients_pass_by_it(monkeypatch):
-    """Of queries, through a loop over layers that writes bits by the kernel."""
+def test_gradients_pass_the_store_kernel(monkeypatch):
+    """Gradients of queries, through a loop over layers that stores bits."""
     monkeypatch.setattr(writing, "find_stores", lambda _: {"rocm": compiled})
     config = dataclasses.replace(CONFIG, num_layers=2, block_size=4)
     random = np.random.default_rng(4)
@@ -274,7 +275,7 @@ def test_gradients_pass_by_it(monkeypatch):
 
 
 class WithStore:
-    """A float32 write with the kernel or with scatters, in terms of its numbers."""
+    """A differentiable float32 write, with the kernel or with scatters."""
 
     def __init__(self, stores):
         self.stores = stores
@@ -310,7 +311,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("kind", few(DERIVATIVES, "forward", "many"))
 def test_store_derivatives_equal_the_scatter(kind):
-    """Of the arrays and of the rows, from the stored values."""
+    """Derivatives of arrays and rows with respect to the stored values."""
     stored = WithStore(dict.fromkeys(("cpu", "rocm", "cuda"), here))
     numbers = stored.write.arrays, stored.write.rows
     pair = draw_numbers(numbers, 0), draw_numbers(numbers, 1)
@@ -318,13 +319,13 @@ def test_store_derivatives_equal_the_scatter(kind):
     found = jax.jit(differentiate(stored))(*pair)
     wanted = jax.jit(differentiate(WithStore({})))(*pair)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    # Something reaches the arrays and something the rows.
+    # Both arrays and rows have a nonzero derivative.
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(wanted))
 
 
 @pytest.mark.one_end
 def test_differentiated_writes_use_scatters():
-    """And a program beside it the kernel, also of several writes."""
+    """An undifferentiated program uses the kernel, also for several writes."""
     stored = WithStore({"rocm": compiled})
     numbers = stored.write.arrays, stored.write.rows
     functions = {

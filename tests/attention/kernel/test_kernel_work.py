@@ -1,10 +1,10 @@
-"""The lists that kernels walk: everything once, nothing twice, evenly cut."""
+"""Work lists of the kernels: complete, without duplicates, and balanced."""
 
 import jax
 import numpy as np
 import pytest
 
-from jkv.attention.call import Requests, make_requests
+from jkv.attention.backend import Requests, make_requests
 from jkv.attention.kernel.work.cutting import (
     list_decode_work,
     list_prefill_work,
@@ -15,14 +15,14 @@ from jkv.attention.kernel.work.cutting import (
 pytestmark = pytest.mark.one_end
 
 MAX_TOKENS = 4096
-# As a step does it: whole lists in one program.
+# As in a step: all lists in one program.
 plan = jax.jit(
     make_requests, static_argnames=("num_rows", "block_size", "max_query_length")
 )
 
 
 def random_requests(rng, num_requests, num_rows, decode_share):
-    """Requests with lengths over three orders of magnitude, some of them padding."""
+    """Draw requests with lengths over three orders of magnitude, some padding."""
     lengths, rows_left = [], num_rows
     for _ in range(num_requests):
         most = min(rows_left, 1 if rng.random() < decode_share else 40)
@@ -45,7 +45,7 @@ def random_requests(rng, num_requests, num_rows, decode_share):
 
 
 def seen_tokens(requests, window, *, decode):
-    """The (sequence, row, tokens seen) of every row, by the definition."""
+    """Return (sequence, row, visible tokens) of every row, by definition."""
     seen = {}
     for seq, start, length, context in zip(
         *(np.asarray(array).tolist() for array in requests[1:]), strict=True
@@ -90,7 +90,7 @@ def test_decode_pieces_cover_every_context_once(window):
         assert work.num_rows.sum() == (pieces.end - pieces.first).sum()
         idle = work.num_rows == 0
         assert not work.first[idle].any() and not work.end[idle].any()
-        # No program reads much more than its share, or than the least worth starting.
+        # No program reads much more than its share, or than the smallest useful piece.
         total = sum(len(tokens) for _, tokens in expected.values())
         share = total / (target - num_requests)
         assert longest <= max(256, share + 64 * (1 + num_requests / target))
@@ -121,8 +121,8 @@ def test_prefill_tiles_cover_every_row_once():
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("window", [None, 70])
-def test_one_list_serves_every_part_of_the_blocks(window):
-    """Pieces reach all tokens of a part that a row sees, and little more."""
+def test_one_list_covers_every_part_of_the_blocks(window):
+    """Pieces cover all tokens of a part that a row attends to, and few others."""
     num_parts, part_size = 3, 4
     rng = np.random.default_rng(2)
     sizes = size_decode_work(12, 9, MAX_TOKENS // num_parts, 20)
@@ -148,13 +148,13 @@ def test_one_list_serves_every_part_of_the_blocks(window):
                 assert len(reached) <= len(held) + 2 * part_size
 
 
-def test_sizes_by_hand():
-    # 64 sequences over 8 kv heads: 304 pieces for 2432 programs. 300 may need one more
-    # each than half as many.
+def test_sizes_equal_hand_computed_values():
+    # 64 sequences over 8 kv heads: 304 pieces for 2432 programs. 300 sequences may need
+    # one more each than half as many.
     assert size_decode_work(64, 64, 131_072, 304).num_entries == 304
     assert size_decode_work(300, 300, 131_072, 304).num_entries == 452
-    # Contexts of 512 tokens: pieces of 64, as there are fewer of them than units, and
-    # one more each when a window begins between.
+    # Contexts of 512 tokens: pieces of 64, as there are fewer than units, and one more
+    # each if a window starts within one.
     assert size_decode_work(4, 4, 512, 304).num_entries == 36
     assert size_decode_work(1, 8, 512, 304).num_entries == 9
     assert size_prefill_work(64, 4, 16).num_entries == 8
@@ -162,7 +162,7 @@ def test_sizes_by_hand():
 
 
 def list_alike(contexts, rows, target):
-    """Pieces of requests of one row each, which may name the same one."""
+    """List pieces of one-row requests, which may share a row."""
     requests = plan(
         Requests(
             block_tables=np.zeros((len(contexts), MAX_TOKENS // 16), np.int32),
@@ -182,20 +182,20 @@ def list_alike(contexts, rows, target):
 
 
 @pytest.mark.parametrize("count, pieces, longest", [(1, 64, 64), (16, 256, 256)])
-def test_few_pieces_are_cut_again(count, pieces, longest):
-    """One context in pieces of 64 tokens; of 16, no more than the device has room."""
+def test_few_pieces_are_split_further(count, pieces, longest):
+    """One context in pieces of 64 tokens, or of 16 up to the device's capacity."""
     work, _, _ = list_alike([4096] * count, range(count), target=304)
     assert work.num_rows.sum() == pieces <= 304
     assert (work.end - work.first).max() == longest
 
 
-def test_a_row_of_several_requests_stays_in_the_list():
+def test_a_row_of_several_requests_is_listed():
     _, pieces, num_entries = list_alike([4096] * 6, [0, 0, 0, 0, 1, 1], target=40)
     assert int(pieces.first.min()) >= 0 and int(pieces.end.max()) == num_entries
 
 
 def test_the_last_tile_of_a_prompt_comes_first():
-    """It sees most, so the others fill in while it runs."""
+    """The last tile reads most, so that the others overlap with it."""
     rng = np.random.default_rng(1)
     requests = random_requests(rng, 3, 60, 0.0)
     sizes = size_prefill_work(60, 3, 8)

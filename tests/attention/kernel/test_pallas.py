@@ -1,7 +1,7 @@
-"""The kernel against a plain loop: interpreted on CPU, compiled where there is a GPU.
+"""The kernel compared with a plain loop: interpreted on a CPU, compiled on a GPU.
 
-`implementation="pallas"` itself decides which of the two it is. Interpreting copies
-every operand for every program, so the pools are tiny.
+`implementation="pallas"` selects between the two. The interpreter copies every operand
+for every program, so the pools are tiny.
 """
 
 import dataclasses
@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import formats
-from support.attention_workloads import Workload, make_operands
+from support.attention import formats
+from support.attention.attention_workloads import Workload, make_operands
+from support.attention.plain_attention import attend_loop
+from support.attention.served_shapes import IS_INTERPRETED, Shape, fit
 from support.jax_versions import dealt, with_further
-from support.plain_attention import attend_loop
-from support.served_shapes import IS_INTERPRETED, Shape, fit
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies import loads, scores, walk
 from jkv.attention.kernel.elements import conversion
+from jkv.attention.kernel.elements.formats import KernelFormat
 from jkv.attention.kernel.tiles import table as tile_table
 from jkv.attention.kernel.tiles.table import Techniques
 
@@ -35,7 +36,7 @@ def turn_and_back(rows):
     return formats.FORMATS[jnp.dtype("int4")].rotate_back(rotated.astype(jnp.float32))
 
 
-# Of prompts on AMD's CDNA.
+# Prefill techniques on AMD CDNA.
 OF_PROMPTS = Techniques.FULL_FIRST | Techniques.SCALAR_IDS
 OF_PROMPTS |= Techniques.EXP2_IN_PAIRS | Techniques.ROUNDED_BY_BITS
 
@@ -45,7 +46,7 @@ NUM_ROWS = 12
 # (query length, context length) of each request; all share one trace.
 BATCHES = {
     "decode": [(1, 70), (1, 1), (1, 17), (1, 33)],
-    # The five rows stand on both sides of a border of tiles, whichever their size.
+    # The five rows cross a tile boundary, whatever the tile size.
     "mixed": [(5, 66), (1, 40), (0, 6), (4, 4)],
     "idle": [(0, 4), (0, 0), (1, 0), (1, 16)],
 }
@@ -53,7 +54,7 @@ BATCHES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Shapes, storage and options that a call is compiled for."""
+    """Shapes, storage and options of a compiled call."""
 
     kv_heads: int = 2
     group: int = 1
@@ -61,7 +62,7 @@ class Case:
     value_dim: int = 64
     block_size: int = 16
     storage: str = "float32"
-    values: str | None = None  # their storage, where it is another
+    values: str | None = None  # dtype of values, if different
     queries: str = "float32"
     is_latent: bool = False
     has_sinks: bool = False
@@ -92,16 +93,16 @@ class Case:
 
     @property
     def dtypes(self):
-        """Of keys and of values, as they are stored."""
+        """Return the stored dtypes of keys and of values."""
         return self.storage, self.values or self.storage
 
     def arguments(self, operands):
-        """The positional arguments of `paged_attention`, rows padded to NUM_ROWS."""
+        """Return the arguments of `paged_attention`, padded to NUM_ROWS rows."""
         rows = operands.queries[LAYER]
         padded = np.full((NUM_ROWS, *rows.shape[1:]), 3.0, np.float32)
         padded[: len(rows)] = rows
         pools = [operands.key_pool, operands.value_pool]
-        # Where nothing is stored, NaN becomes a NaN scale.
+        # In unused slots NaN becomes a NaN scale.
         pools, scales = zip(
             *(
                 quantize(pool, jnp.dtype(dtype))
@@ -116,7 +117,7 @@ class Case:
         return arrays + [*operands[4:7], *scales]
 
     def expect(self, operands, arguments):
-        """The expected rows, in float64, from the rounded operands in numpy."""
+        """Return the expected rows in float64, from the rounded operands."""
 
         def read(pool, scales, dtype):
             if dtype == "int4":
@@ -143,7 +144,7 @@ class Case:
         else:
             values = read(arguments[2], arguments[10], self.dtypes[1])
         queries = operands.queries.astype(jnp.dtype(self.queries))
-        if self.storage == "int4":  # they are turned before they are rounded
+        if self.storage == "int4":  # they are rotated before rounding
             queries = turn_and_back(queries)
         queries = np.asarray(queries, np.float32)
         meant = operands._replace(queries=queries, keys=keys, values=values)
@@ -155,7 +156,7 @@ class Case:
         return output, lse
 
     def sinks(self):
-        """A number for each head, if any."""
+        """Return a number for each head, or None."""
         num_heads = self.kv_heads * self.group
         numbers = np.linspace(-1.0, 2.0, num_heads, dtype=np.float32)
         return numbers if self.has_sinks else None
@@ -187,12 +188,12 @@ def case(**fields) -> Case:
 
 
 def fitted(this: Case, is_derived: bool = False) -> Case:
-    """The same in the nearest shape that the GPU at hand serves."""
-    # Rows in int4 are rotated whole: values within them are cut off afterwards.
+    """Return the case in the nearest shape that the current GPU serves."""
+    # int4 rows are rotated whole, and values within keys are sliced afterwards.
     is_cut = this.is_latent and "int4" in this.dtypes
     value_dim = this.head_dim if is_cut else this.value_dim
-    asked = this.head_dim, value_dim, this.queries, *this.dtypes
-    found = fit(Shape(*asked, is_derived))
+    fields = this.head_dim, value_dim, this.queries, *this.dtypes
+    found = fit(Shape(*fields, is_derived))
     return dataclasses.replace(
         this,
         head_dim=found.head_dim,
@@ -311,14 +312,12 @@ CASES = {
         options=EVERYTHING,
     ),
 }
-
-
 CASES = {name: fitted(this) for name, this in CASES.items()}
 DERIVED = fitted(case(group=2, head_dim=16, value_dim=16, has_sinks=True), True)
 LONG = fit(Shape())
 LARGE = fit(Shape(16, 16, *["float16"] * 3))
 
-# Options and stored dtypes that come up in other cases, too.
+# Options and dtypes that other cases cover, too.
 FURTHER = (
     "group of 12, head dim 96",
     "float32 queries, bfloat16 bits",
@@ -333,7 +332,7 @@ FURTHER = (
 
 @pytest.mark.parametrize("name", dealt(with_further(CASES, *FURTHER), turn=7, share=14))
 def test_equals_the_plain_loop(name):
-    """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
+    """Decode, mixed and idle batches share one trace; unused slots hold NaN."""
     this = CASES[name]
     attend = jax.jit(chex.assert_max_traces(n=1)(this.attend("pallas")))
     for seed, batch in enumerate(BATCHES):
@@ -342,15 +341,15 @@ def test_equals_the_plain_loop(name):
         output, lse = jax.device_get(attend(*arguments))
         expected, expected_lse = this.expect(operands, arguments)
         assert output.dtype == this.queries
-        # Weights times scales are multiplied in bfloat16, which has the range.
+        # Weights times scales are multiplied in bfloat16 for its range.
         is_coarse = this.queries == "float16" and arguments[9] is not None
         assert_close(output.astype(jnp.bfloat16) if is_coarse else output, expected)
-        # Compiled, queries are rotated for int4 in their own dtype.
+        # Compiled kernels rotate int4 queries in their own dtype.
         is_rotated = "int4" in this.dtypes and this.queries != "float32"
         is_coarse = is_rotated and not IS_INTERPRETED
         assert_close(lse.astype(jnp.float16) if is_coarse else lse, expected_lse)
 
-        # The tolerance is smaller than the changes by these mistakes.
+        # The tolerance is smaller than the effect of these mistakes.
         if batch == "decode":
             again, lse_again = attend(*arguments)
             np.testing.assert_array_equal(again, output)
@@ -362,7 +361,7 @@ def test_equals_the_plain_loop(name):
             assert not is_close(np.asarray(attend(*permuted)[0])[2], expected[2])
             assert not is_close(np.zeros_like(output), expected)
 
-            # Entries out of range where tokens should be: wrong numbers, but finite.
+            # Table entries out of range within a context: wrong numbers, but finite.
             if np.asarray(arguments[1]).dtype in (np.float32, np.float16):
                 rubbish = list(arguments)
                 rubbish[1:3] = [
@@ -387,7 +386,7 @@ def test_equals_the_plain_loop(name):
     ),
 )
 def test_pieces_by_position_equal_the_plain_loop(name):
-    """Their sums are tested by `test_kernel_by_position.py`."""
+    """`test_kernel_by_position.py` tests their sums."""
     this = CASES[name]
     attend = jax.jit(this.attend("pallas", by_position=True))
     for batch in BATCHES:
@@ -404,8 +403,8 @@ def test_pieces_by_position_equal_the_plain_loop(name):
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles")
 @pytest.mark.parametrize("kernel", ("decode", "prefill"))
-def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
-    """As CDNA's rows are, and its weights; blocks smaller than a tile, and a window."""
+def test_tiles_carried_between_trips(monkeypatch, kernel):
+    """CDNA's techniques, blocks smaller than a tile, and a window."""
     called = []
 
     def count(name, function):
@@ -427,7 +426,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, **{kernel: tile})
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
-    # Shapes that no other test has, as their traces would be reused.
+    # Shapes of this test only, as traces are cached.
     this = case(
         group=3,
         head_dim=48,
@@ -450,7 +449,36 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
 
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles")
-def test_prompts_as_on_cdna(monkeypatch):
+def test_latent_words_with_hopper_techniques(monkeypatch):
+    """Words of e4m3 that are not carried, in sections, converted for both products."""
+    ways = Techniques.WORDS | Techniques.E4M3_WORDS
+    tile = tile_table.INTERPRETED.decode
+    tile = dataclasses.replace(tile, ways=ways, section=32)
+    tuning = dataclasses.replace(tile_table.INTERPRETED, decode=tile)
+    monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
+    of_words, sizes = KernelFormat.words_to_operand, []
+
+    def convert(kept, words, dtype, **options):
+        sizes.append(words.shape[-1])
+        return of_words(kept, words, dtype, **options)
+
+    monkeypatch.setattr(KernelFormat, "words_to_operand", convert)
+    this = case(
+        **{"kv_heads": 1, "group": 3, "head_dim": 112, "value_dim": 64},
+        **{"block_size": 8, "storage": "float8_e4m3fn", "is_latent": True},
+        options={"max_query_length": 1},
+    )
+    attend, reference = (jax.jit(this.attend(n)) for n in ("pallas", "reference"))
+    arguments = this.arguments(this.operands("decode"))
+    for one, other in zip(attend(*arguments), reference(*arguments), strict=True):
+        assert_close(one, other)
+    # Values are the first two sections.
+    assert sizes == [8, 8, 8, 4]
+
+
+@pytest.mark.one_end
+@pytest.mark.interpreted(reason="it changes the interpreter's tiles")
+def test_prompts_with_cdna_techniques(monkeypatch):
     """Tiles of two blocks, a negative scale, and a key with scores of -inf."""
     tile = dataclasses.replace(tile_table.INTERPRETED.prefill, ways=OF_PROMPTS)
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
@@ -458,7 +486,7 @@ def test_prompts_as_on_cdna(monkeypatch):
     this = case(head_dim=32, value_dim=16, block_size=8, options={"scale": -0.2})
     this = dataclasses.replace(this, **BITS)
     operands = this.operands("mixed")
-    # The third token of the first request, which its five rows see among others.
+    # The third token of the first request, which its five rows attend to.
     operands.queries[LAYER][..., 0] = np.abs(operands.queries[LAYER][..., 0])
     operands.key_pool[LAYER, operands.block_tables[0, 0], :, 2, 0] = np.inf
     arguments = this.arguments(operands)
@@ -471,7 +499,7 @@ def test_prompts_as_on_cdna(monkeypatch):
 
 @pytest.mark.one_end
 def test_a_long_context_in_many_pieces():
-    """More pieces than are joined at a time, beside requests of one piece."""
+    """More pieces than one join handles, beside requests of one piece."""
     contexts = (2900, 3, 300, 1)
     operands = make_operands(
         Workload(
@@ -508,7 +536,7 @@ def test_a_long_context_in_many_pieces():
 
 
 def attend_large_values():
-    """700 tokens of value 60,000 in float16, all of equal weight."""
+    """Attend to 700 float16 tokens of value 60,000 with equal weights."""
     pool = np.full((1, 3, 1, 256, LARGE.head_dim), 6e4, np.float16)
     return paged_attention(
         np.zeros((1, 1, LARGE.head_dim), np.float16),
@@ -524,12 +552,12 @@ def attend_large_values():
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter():
-    """The first interpreted call loads modules that make JAX 0.12 trace again."""
+    """Warm-up: the first interpreted call loads modules that make JAX 0.12 retrace."""
     attend_large_values()
 
 
 def test_large_half_precision_values_do_not_overflow():
-    """Partial results in float16, or not normalised, would be infinite."""
+    """Unnormalized or float16 partial results would be infinite."""
     assert_close(attend_large_values(), np.full((1, 1, LARGE.head_dim), 6e4))
 
 
@@ -554,11 +582,10 @@ def test_kernel_gradients_equal_the_plain_path():
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.one_end
-def test_values_in_the_keys_are_a_slice_of_them(implementation):
-    """A latent cache equals one with values stored apart; gradients too.
+def test_a_latent_cache_equals_separate_values(implementation):
+    """Results and gradients are equal.
 
-    The kernel's result for both is a case of the test above; it has no gradient of its
-    own.
+    The previous test covers the kernel's result; the kernel has no gradient of its own.
     """
     latent = CASES["latent, dims in eights, blocks of 3"]
     apart = dataclasses.replace(latent, is_latent=False)
@@ -585,7 +612,7 @@ def test_values_in_the_keys_are_a_slice_of_them(implementation):
 
 
 @pytest.mark.one_end
-def test_refusals_give_the_reason():
+def test_refusals_report_the_reason():
     good = case().arguments(case().operands("decode"))
 
     def refuses(words, this, arguments):

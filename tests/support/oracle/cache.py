@@ -16,29 +16,31 @@ PADDING = -1
 class Sequence:
     """An open sequence."""
 
-    # Its blocks in each group, None where a window gave one back.
+    # Blocks by group, None if a window released one.
     tables: list[list[int | None]]
-    tokens: list[Any] = dataclasses.field(default_factory=list)  # the stored ones
-    created: int = 0  # the clock when it was opened
-    last_used: int = 0  # and when it was last used
-    epoch: int = 0  # and when it was opened or lost tokens
-    # For prefix caching: its salt, and how many of its tokens it has made visible,
-    # None once its chain has a gap.
+    tokens: list[Any] = dataclasses.field(default_factory=list)  # stored tokens
+    created: int = 0  # clock at opening
+    last_used: int = 0  # clock at the last use
+    epoch: int = 0  # clock at opening or at the last loss of tokens
+    # Prefix caching: the salt, and the number of visible tokens, None once the chain
+    # has a gap.
     salt: int = 0
     visible: int | None = 0
-    # For layers with a state: at how many tokens it stands, and the given tokens, -1
-    # where this cache did not get them.
+    # Recurrent layers: the state's token count, and the input tokens, -1 if unknown to
+    # this cache.
     base: int = 0
-    text: list[Any] = dataclasses.field(default_factory=list)
-    # For pruning: all tokens, dropped ones included; the slots that the last prune
-    # left; and their tokens by layer and head.
+    written: list[Any] = dataclasses.field(default_factory=list)
+    # Pruning: all tokens, dropped ones included; the slots after the last prune; their
+    # tokens by layer and head.
     past: list[Any] = dataclasses.field(default_factory=list)
     left: int = 0
     kept: dict[tuple[int, int], list[Any]] = dataclasses.field(default_factory=dict)
+    # Overwritten contents by (layer, slot).
+    patches: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
 
     def restart(self):
-        """A sequence that was cut to length 0 is as new."""
-        self.past, self.left, self.kept = [], 0, {}
+        """Reset a sequence that was truncated to length 0."""
+        self.past, self.left, self.kept, self.patches = [], 0, {}, {}
 
     @property
     def dropped(self):
@@ -49,20 +51,25 @@ class Sequence:
         return self.dropped > 0 or self.left > 0
 
 
-class StateRules(NamedTuple):
-    """Limits of layers with a state."""
+def cut_patches(patches, length):
+    """Return the overwritten contents of the first slots."""
+    return {place: each for place, each in patches.items() if place[1] < length}
 
-    max_pending: int = 0  # tokens that can be taken back
+
+class StateRules(NamedTuple):
+    """Limits of recurrent layers."""
+
+    max_pending: int = 0  # tokens that can be rolled back
     num_snapshots: int = 0
     snapshot_every: int = 0
 
 
 class Row(NamedTuple):
-    """One row of a batch that holds a token: where it is written."""
+    """Location of one row of a batch that holds a token."""
 
     seq_id: int
     position: int
-    blocks: list[int]  # in each group
+    blocks: list[int]  # by group
     offset: int
     slot: int
 
@@ -82,15 +89,15 @@ class Batch(NamedTuple):
 
 
 class Cache:
-    """The cache. Its verbs serve requests one after the other, in all groups."""
+    """The cache; its verbs serve requests one after another, in all groups."""
 
     def __init__(
         self, groups, *, block_size, max_sequences, max_context_length, states=None
     ):
-        """Of each group: blocks in its pool, window or None, tokens of sinks."""
+        """Take (blocks, window or None, sink tokens) of each group."""
         self.states: StateRules | None = states
-        # (salt, tokens) of each snapshot, the one unused for longest first: at how
-        # many tokens its state stands.
+        # Token count of each snapshot's state by (salt, tokens), least recently used
+        # first.
         self.snapshots: dict[tuple[int, tuple[Any, ...]], int] = {}
         self.groups = [Group(size, block_size, *window) for size, *window in groups]
         self.block_size, self.max_context = block_size, max_context_length
@@ -101,8 +108,8 @@ class Cache:
         self.clock = 0
         self.num_classes = 1
         self.pruning = False
-        # (salt, all tokens up to a block's end): the block of each group, or None.
-        # The leading group has one always: the first without a window, or the widest.
+        # The block of each group, or None, by (salt, tokens up to the block's end). The
+        # leading group always has one: the first without a window, or the widest.
         self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
         windows = [group.window or float("inf") for group in self.groups]
         self.leader = windows.index(max(windows)) if windows else 0
@@ -110,10 +117,10 @@ class Cache:
     def append(
         self, seq_ids, num_tokens, contents, max_query_length=None, num_pending=None
     ):
-        """Store contents[row] in each served request's rows; returns a Batch.
+        """Store contents[row] in each served request's rows; return a Batch.
 
         `contents` has one entry per row, so its length is the capacity. With
-        `max_query_length` Q, request i owns Q rows from i * Q, else rows are packed.
+        `max_query_length` Q, request i owns Q rows from i * Q; else rows are packed.
         """
         self._begin()
         batch = Batch(list(seq_ids), [], [], [], [], [None] * len(contents), [], [], [])
@@ -155,7 +162,7 @@ class Cache:
                 batch.pending_after[-1] = min(num_pending[i], known)
                 mine.base = length + served - batch.pending_after[-1]
             start += max(count, 0)
-        # First, blocks that no row sees are released, behind all of their class.
+        # Release unneeded blocks first, at the end of their class.
         for seq_id, _, _ in grows:
             for g, group in enumerate(self.groups):
                 table = self.open[seq_id].tables[g]
@@ -171,15 +178,15 @@ class Cache:
                 slot, position = len(mine.tokens), len(mine.past)
                 batch.rows[row] = Row(seq_id, position, blocks, offset, slot)
                 mine.tokens.append(contents[row])
-                mine.text.append(-1 if mine.is_pruned else contents[row])
+                mine.written.append(-1 if mine.is_pruned else contents[row])
                 mine.past.append(contents[row])
         self._settle(batch.status, used=self._served(seq_ids, batch.status))
         return batch
 
     def fork(self, seq_ids, lengths=None):
-        """Open one child per parent, with all its tokens or the first few."""
+        """Open one child per parent, with all its tokens or a prefix."""
         self._begin()
-        parents = dict(self.open)  # A child opened in this call is no parent in it.
+        parents = dict(self.open)  # A child of this call is not a parent in it.
         children, status = [], []
         for i, seq_id in enumerate(seq_ids):
             cause, child, parent = OK, PADDING, parents.get(seq_id)
@@ -205,9 +212,9 @@ class Cache:
         return children, self._settle(status, used=used, opened=children)
 
     def free(self, seq_ids, keep=None, until=None):
-        """Close sequences; a block comes back with its last reference.
+        """Close sequences; a block is freed with its last reference.
 
-        Their cached blocks are kept by classes, up to times or to now.
+        Cached blocks are kept with priorities and deadlines.
         """
         keep = keep or [0] * len(seq_ids)
         until = until or [self.clock + 1] * len(seq_ids)
@@ -238,19 +245,19 @@ class Cache:
         return self._settle(status, used=self._served(seq_ids, status))
 
     def reorder(self, seq_ids, parents):
-        """Sequence i continues from parent i's tokens before the call."""
+        """Continue sequence i from parent i's tokens before the call."""
         status, moves = [], []
         for i, (seq_id, parent) in enumerate(zip(seq_ids, parents, strict=True)):
             cause = self._why_not_first(seq_ids, i)
             if seq_id != PADDING and parent not in self.open:
                 cause = INVALID_SEQUENCE
-            # A sequence that is its own parent stays as it is.
+            # A sequence that is its own parent does not change.
             if cause == OK and seq_id not in (PADDING, parent):
                 past = self.open[parent]
                 moves.append((i, seq_id, self._past(past, len(past.tokens))))
             status.append(cause)
-        # Moves that need no block are served. Of moves that need one, as many as fit,
-        # the first ones: they may also take blocks that the served sequences give up.
+        # Moves without a new block are served. Of the others, as many as fit, in order:
+        # they may also take blocks that the served sequences release.
         needy = [move for move in moves if any(self._tails(len(move[2].tokens)))]
         for num_served in range(len(needy), -1, -1):
             refused = needy[num_served:]
@@ -265,7 +272,7 @@ class Cache:
                 break
         for i, _, _ in refused:
             status[i] = OUT_OF_BLOCKS
-        # One step for all: drop unused blocks, then share, then take the new tails.
+        # In one step: release unused blocks, share, then take the new tails.
         for _, seq_id, _ in served:
             for g, table in enumerate(self.open[seq_id].tables):
                 self._shrink(g, table, 0, kept[g])
@@ -276,18 +283,18 @@ class Cache:
             self.open[seq_id].epoch = self.clock + 1
         return self._settle(status, used=[seq_id for _, seq_id, _ in served])
 
-    # Looking things up.
+    # Look-ups.
 
     def table(self, seq_id, g=0):
-        """The blocks of a sequence in a group, none if it is not open."""
+        """Return the blocks of a sequence in a group, empty if it is closed."""
         return self.open[seq_id].tables[g] if seq_id in self.open else []
 
     def tokens(self, seq_id):
-        """The stored tokens of a sequence, none if it is not open."""
+        """Return the stored tokens of a sequence, empty if it is closed."""
         return self.open[seq_id].tokens if seq_id in self.open else []
 
     def slot(self, seq_id, position, g=0):
-        """(block, offset) of a position, None where no block is mapped."""
+        """Return (block, offset) of a position, or None if no block is mapped."""
         table = self.table(seq_id, g)
         column, offset = divmod(position, self.block_size)
         if not 0 <= column < len(table) or table[column] is None:
@@ -301,10 +308,10 @@ class Cache:
         return min((len(group.free) for group in self.groups), default=2**31 - 1)
 
     def known(self, g):
-        """The blocks of a group that a prompt may find."""
+        """Return the indexed blocks of a group."""
         return {blocks[g] for blocks in self.index.values()} - {None}
 
-    # Why a request is refused.
+    # Reasons for refusals.
 
     def _why_not_open(self, count):
         if count == PADDING:
@@ -320,7 +327,7 @@ class Cache:
         return OK if seq_ids[i] == PADDING or is_first else INVALID_SEQUENCE
 
     def _can_go_on(self, mine, length):
-        """True if a sequence can go on from a length, in all groups."""
+        """Return True if a sequence can continue from a length, in all groups."""
         return (
             0 <= length <= len(mine.tokens)
             and (length == 0 or length >= mine.left)
@@ -332,24 +339,25 @@ class Cache:
         )
 
     def _base_at(self, mine, length):
-        """At how many tokens the state stands that goes on from a length, if one does:
-        the sequence's own, or that of a snapshot of its text."""
+        """Return the token count of the state that continues from a length, or None."""
         if not self.states or length == 0 or mine.base <= length:
             return min(mine.base, length)
-        return self.snapshots.get((mine.salt, tuple(mine.text[:length])))
+        return self.snapshots.get((mine.salt, tuple(mine.written[:length])))
 
     def _use_snapshot(self, salt, tokens):
-        """A snapshot that is used is the last to be given up."""
+        """Mark a snapshot as most recently used."""
         self.snapshots[salt, tokens] = self.snapshots.pop((salt, tokens))
 
     def _begin(self):
-        """A call is judged by the blocks free before it."""
+        """Start a call: requests are judged by the blocks free at its start."""
         self.available = [len(group.free) for group in self.groups]
         self.is_shut = False
 
     def _fits(self, needs, wants=False):
-        """True if a request gets its blocks of all groups; a refused one shuts the rest
-        out. One that needs none, and wants none that is free, is always served."""
+        """Return True if a request gets its blocks in all groups.
+
+        A refusal blocks all later requests, except those that need no free block.
+        """
         if not wants and all(need <= 0 for need in needs):
             return True
         pairs = list(zip(self.available, needs, strict=True))
@@ -372,34 +380,36 @@ class Cache:
         self.free_ids.append(seq_id)
 
     def _past(self, sequence, length):
-        """The shared past: tokens up to a length, and the full blocks."""
+        """Return the shared past: tokens up to a length, and the full blocks."""
         full = length // self.block_size
         return dataclasses.replace(
             sequence,
             tables=[table[:full] for table in sequence.tables],
             tokens=sequence.tokens[:length],
-            text=sequence.text[:length],
+            written=sequence.written[:length],
             past=sequence.past[: sequence.dropped + length],
+            patches=cut_patches(sequence.patches, length),
             base=self._base_at(sequence, length) or 0,
             visible=None if sequence.visible is None else min(sequence.visible, length),
         )
 
     def _continue(self, mine, past):
-        """Take over a past: share its full blocks, and own a copy of its tail."""
+        """Adopt a past: share its full blocks, and own a copy of its tail."""
         mine.tables, mine.tokens = copy.deepcopy(past.tables), list(past.tokens)
         mine.visible, mine.salt = past.visible, past.salt
-        mine.base, mine.text = past.base, list(past.text)
+        mine.base, mine.written = past.base, list(past.written)
         mine.past, mine.left, mine.kept = list(past.past), past.left, dict(past.kept)
+        mine.patches = dict(past.patches)
         if self.pruning and not mine.past:
             mine.visible = 0
         self._extend(mine, self._tails(len(mine.tokens)))
 
     def _cut(self, mine, length, before):
-        """Cut a sequence back; returns the cause where that cannot be."""
+        """Truncate a sequence; return the reason if impossible."""
         if not self._can_go_on(mine, length):
             return INVALID_ARGUMENT
         full, tails = length // self.block_size, self._tails(length)
-        # A writer owns its tail, so one that was shared before the call is copied.
+        # A writer owns its tail, so a tail shared before the call is copied.
         copies = [
             int(tail and before.reference_count(mine.tables[g][full], g) > 1)
             for g, tail in enumerate(tails)
@@ -412,10 +422,11 @@ class Cache:
             self._shrink(g, table, full + tails[g] - copies[g])
         self._extend(mine, copies)
         if self.states and 0 < length < mine.base:
-            self._use_snapshot(mine.salt, tuple(mine.text[:length]))
+            self._use_snapshot(mine.salt, tuple(mine.written[:length]))
         mine.base = self._base_at(mine, length)
         del mine.past[mine.dropped + length :]
-        del mine.tokens[length:], mine.text[length:]
+        del mine.tokens[length:], mine.written[length:]
+        mine.patches = cut_patches(mine.patches, length)
         if length == 0:
             mine.restart()
         if mine.visible is not None or length == 0:
@@ -424,12 +435,12 @@ class Cache:
         return OK
 
     def _extend(self, mine, counts):
-        """Append to a sequence `counts` blocks of each group."""
+        """Append `counts` blocks of each group to a sequence."""
         for g, count in enumerate(counts):
             mine.tables[g] += self._take(g, count)
 
     def _take(self, g, count):
-        """Take the blocks of a pool that have been free longest."""
+        """Allocate the blocks of a pool that have been free longest."""
         group = self.groups[g]
         taken = group.order[: max(count, 0)]
         group.free = [block for block in group.free if block not in taken]
@@ -438,17 +449,17 @@ class Cache:
         return taken
 
     def _shrink(self, g, table, count, kept=()):
-        """Drop blocks from the end."""
+        """Drop blocks from the end of a table."""
         while len(table) > count:
             self._drop(g, table.pop(), kept)
 
     def _drop(self, g, block, kept=()):
-        """Put a block that a table named into the pool, if it was the last to do so."""
+        """Free a block that a table referenced, if it was the last reference."""
         if block is not None and not self.reference_count(block, g):
             self.groups[g].free += [] if block in kept else [block]
 
     def _forget(self, g, blocks):
-        """Forget these blocks: they are found no more."""
+        """Remove blocks from the index."""
         for key, found in list(self.index.items()):
             if found[g] in blocks:
                 found[g] = None
@@ -456,28 +467,28 @@ class Cache:
                     del self.index[key]
 
     def _forget_from(self, g, block):
-        """Forget this block, and its successors in a chain that it proves."""
+        """Remove a block and its successors in the chain from the index."""
         if g == self.leader and self.groups[g].window is None:
             for salt, tokens in [k for k, b in self.index.items() if b[g] == block]:
-                for own_salt, text in list(self.index):
-                    if (own_salt, text[: len(tokens)]) == (salt, tokens):
-                        del self.index[own_salt, text]
+                for own_salt, written in list(self.index):
+                    if (own_salt, written[: len(tokens)]) == (salt, tokens):
+                        del self.index[own_salt, written]
         self._forget(g, [block])
 
     def _blocks_for(self, length):
         return -(-length // self.block_size)
 
     def _tails(self, length):
-        """Of each group how many blocks are partly filled: one or none."""
+        """Return the number of partly filled blocks in each group, one or none."""
         return [int(length % self.block_size > 0)] * len(self.groups)
 
     def _served(self, seq_ids, status):
-        """The sequences that a call served."""
+        """Return the sequences that a call served."""
         pairs = zip(seq_ids, status, strict=True)
         return [seq_id for seq_id, cause in pairs if seq_id != PADDING and cause == OK]
 
     def _settle(self, status, used=(), opened=()):
-        """Count the refusals; time goes on with each call that serves somebody."""
+        """Count the refusals; advance the clock if the call served a request."""
         self.refusals.update(cause for cause in status if cause != OK)
         opened = {*opened} - {PADDING}
         self.clock += bool(opened) or bool(used)

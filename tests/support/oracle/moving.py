@@ -1,4 +1,4 @@
-"""Sequences that leave and come back, and blocks that get other numbers."""
+"""Sequences that are swapped out and in, and blocks that are renumbered."""
 
 import copy
 
@@ -14,10 +14,10 @@ from support.oracle.pruning import PruningCache
 
 
 class Oracle(PruningCache):
-    """The whole cache."""
+    """The complete cache."""
 
     def copy(self):
-        """Return the cache as it is now, as a saved one is."""
+        """Return a copy of the cache, as saving makes one."""
         return copy.deepcopy(self)
 
     def touch(self, seq_ids):
@@ -26,7 +26,7 @@ class Oracle(PruningCache):
         return self._settle(status, used=self._served(seq_ids, status))
 
     def least_recently_used(self, exclude=()):
-        """The open sequences, the one used longest ago first."""
+        """Return the open sequences, least recently used first."""
         by_age = [
             (each.last_used, each.created, seq_id)
             for seq_id, each in self.open.items()
@@ -35,7 +35,7 @@ class Oracle(PruningCache):
         return [seq_id for _, _, seq_id in sorted(by_age)]
 
     def evict(self, num_blocks, protect):
-        """Free the least recently used until each group has that many free blocks."""
+        """Free the least recently used until each group has enough free blocks."""
         gone = []
         for seq_id in self.least_recently_used(protect):
             if self.num_free_blocks() < num_blocks:
@@ -45,7 +45,7 @@ class Oracle(PruningCache):
         return gone
 
     def evict_older_than(self, age, protect):
-        """Free the blocks unused for more than `age` ticks."""
+        """Free the sequences unused for more than `age` ticks."""
         order = self.least_recently_used(protect)
         gone = [i for i in order if self.clock - self.open[i].last_used > age]
         for seq_id in gone:
@@ -54,20 +54,20 @@ class Oracle(PruningCache):
         return gone
 
     def compact(self):
-        """Number blocks by their first mention, row by row; then the free in order."""
+        """Number blocks by their first mention in the tables, then the free ones."""
         for g in range(len(self.groups)):
             self._renumber(g)
 
     def resize(self, *num_blocks):
-        """Pools of other sizes; False where live blocks would not fit.
+        """Resize the pools; return False if live blocks would not fit.
 
-        Free blocks leave, first the unknown ones, then in order. Ids change only if
-        they must.
+        Free blocks are removed, unindexed ones first, then in order. Ids change only if
+        necessary.
         """
         sizes = list(zip(self.groups, num_blocks, strict=True))
         if any(group.num_blocks - len(group.free) > size for group, size in sizes):
             return False
-        # Blocks that the leading group loses are found in no other.
+        # Blocks that the leading group loses are lost in every other.
         for g in sorted(range(len(sizes)), key=lambda g: g != self.leader):
             (group, size), known = sizes[g], self.known(g)
             leaving = sorted(group.order, key=lambda block: block in known)
@@ -93,9 +93,9 @@ class Oracle(PruningCache):
         return swapped
 
     def swap_in(self, swapped):
-        """Open such sequences again, all or none; returns (seq_ids, status)."""
-        # Their blocks only distinguish shared ones. Each is taken once, all that hold
-        # tokens before the reserved ones.
+        """Open swapped-out sequences, all or none; return (seq_ids, status)."""
+        # Old block ids only identify shared blocks. Each is allocated once, the blocks
+        # with tokens before the reserved ones.
         old, most = [], self._blocks_for(self.max_context)
         for g in range(len(self.groups)):
             tables = [(each.tables[g], len(each.tokens)) for each in swapped]
@@ -121,10 +121,10 @@ class Oracle(PruningCache):
             for seq_id, each in zip(seq_ids, swapped, strict=True):
                 mine = self.open[seq_id]
                 mine.tokens, mine.salt = list(each.tokens), each.salt
-                mine.base, mine.text = each.base, [-1] * len(each.tokens)
+                mine.base, mine.written = each.base, [-1] * len(each.tokens)
                 mine.visible = None if each.visible != 0 or each.is_pruned else 0
                 mine.past, mine.left = list(each.past), each.left
-                mine.kept = dict(each.kept)
+                mine.kept, mine.patches = dict(each.kept), dict(each.patches)
             for g, blocks in enumerate(old):
                 new = dict(zip(blocks, self._take(g, len(blocks)), strict=True))
                 for seq_id, each in zip(seq_ids, swapped, strict=True):
@@ -132,11 +132,10 @@ class Oracle(PruningCache):
         return seq_ids, self._settle([cause] * len(swapped), opened=seq_ids)
 
     def spill(self, num_blocks):
-        """Forget the next blocks to evict; those beside the leader's go along.
+        """Remove the next blocks to evict from the index, in all groups.
 
-        Returns which groups held each text's last block, by salt and tokens; of
-        snapshots at how many tokens each stands; and the class of each text's last
-        block, and up to when.
+        Returns the groups that held each prefix's last block, by salt and tokens; the
+        token counts of snapshots; and the priority and deadline of each last block.
         """
         count, places = max(num_blocks, 0), {}
         kept = {
@@ -149,7 +148,7 @@ class Oracle(PruningCache):
             [block for block in group.order if block in known[g]][:count]
             for g, group in enumerate(self.groups)
         ]
-        # Spilled blocks are the last to leave, in the order in which they go.
+        # Spilled blocks become the last to evict, in their order.
         beside = {blocks[self.leader]: blocks for blocks in self.index.values()}
         for g, group in enumerate(self.groups):
             pairs = [beside[block][g] for block in cached[self.leader]]
@@ -178,22 +177,22 @@ class Oracle(PruningCache):
                 places[key] = self.snapshots.pop(key)
         return spilled, places, kept
 
-    def restore(self, texts, spilled, places, kept, snapshots):
+    def restore(self, sequences, spilled, places, kept, snapshots):
         """Restore spilled blocks, as far as there are unused blocks.
 
         Args:
-          texts: salt and tokens up to the end of each column, in order.
-          spilled: which groups hold the last block of each.
-          places: of snapshots, at how many tokens each stands.
-          kept: the class of each text's last block, and up to when.
-          snapshots: their texts, in order.
+            sequences: salt and tokens up to the end of each column, in order.
+            spilled: the groups that hold the last block of each.
+            places: the token counts of snapshots.
+            kept: the priority and deadline of each prefix's last block.
+            snapshots: their sequences, in order.
         """
         blank = [
             [block for block in group.order if block not in self.known(g)]
             for g, group in enumerate(self.groups)
         ]
         num, stand, entered = 0, [], []
-        for salt, tokens in texts if self.groups else ():
+        for salt, tokens in sequences if self.groups else ():
             before = tokens[: -self.block_size]
             held = spilled.get((salt, tokens), ())
             if before and (salt, before) not in self.index:
@@ -228,7 +227,7 @@ class Oracle(PruningCache):
         )
 
     def _restore_snapshots(self, named, places):
-        """Put snapshots in the places of snapshots that the call does not name."""
+        """Replace snapshots that the call does not name by restored ones."""
         new = [key for key in named if key not in self.snapshots]
         most = self.states.num_snapshots - len(named) + len(new) if named else 0
         new = new[max(len(new) - most, 0) :]
@@ -243,12 +242,12 @@ class Oracle(PruningCache):
         return len(new)
 
     def _live(self, g):
-        """The blocks of a group that tables name, by their first mention."""
+        """Return the blocks of a group in tables, by their first mention."""
         rows = [held(each.tables[g]) for _, each in sorted(self.open.items())]
         return list(dict.fromkeys(block for row in rows for block in row))
 
     def _renumber(self, g):
-        """Give the blocks of a group new numbers: the live in order, then the free."""
+        """Renumber the blocks of a group: live ones in order, then the free ones."""
         group = self.groups[g]
         order = [*self._live(g), *group.order]
         number = {None: None} | {block: place for place, block in enumerate(order)}

@@ -1,7 +1,7 @@
-"""Finding prompts again.
+"""Prefix caching.
 
-A prefix is known by its tokens, all of them, and nothing of hashes. A block that is
-known and free is cached; it is forgotten when it is taken.
+A prefix is identified by its tokens, without hashes. An indexed free block is cached;
+it is removed from the index when it is allocated.
 """
 
 from support.oracle.cache import OK, OUT_OF_BLOCKS, PADDING, Cache
@@ -9,10 +9,10 @@ from support.oracle.groups import held
 
 
 class PrefixCache(Cache):
-    """The cache, and the verbs that read and change the known blocks."""
+    """The cache, and the verbs that read and change the prefix index."""
 
     def allocate(self, num_tokens, prompts=None, salts=None):
-        """Open one sequence per request; returns (seq_ids, status, num_cached)."""
+        """Open one sequence per request; return (seq_ids, status, num_cached)."""
         self._begin()
         prompts = prompts or [[]] * len(num_tokens)
         salts = salts or [0] * len(num_tokens)
@@ -24,7 +24,7 @@ class PrefixCache(Cache):
             if cause == OK and count != PADDING:
                 tables, length = found[i]
                 fresh = self._fresh(count, tables, length)
-                # Blocks that are free are claimed by the first that finds them.
+                # Cached free blocks are claimed by the first request that finds them.
                 pairs = zip(self.groups, tables, strict=True)
                 revived = [set(group.free) & set(table) for group, table in pairs]
                 costs = [len(r - c) for r, c in zip(revived, claimed, strict=True)]
@@ -35,18 +35,18 @@ class PrefixCache(Cache):
                     mine = self.open[seq_id]
                     mine.tables, mine.tokens = tables, list(prompts[i][:length])
                     mine.salt, mine.visible = salts[i], length
-                    mine.text = list(prompts[i][:length])
+                    mine.written = list(prompts[i][:length])
                     mine.past = list(prompts[i][:length])
                     if self.states and length:
-                        mine.base = self.snapshots[salts[i], tuple(mine.text)]
-                        self._use_snapshot(salts[i], tuple(mine.text))
+                        mine.base = self.snapshots[salts[i], tuple(mine.written)]
+                        self._use_snapshot(salts[i], tuple(mine.written))
                     opened.append((mine, fresh))
                 else:
                     cause, length = OUT_OF_BLOCKS, 0
             seq_ids.append(seq_id)
             status.append(cause)
             num_cached.append(length)
-        # Cached blocks are pinned before any block is taken.
+        # Cached blocks are pinned before any block is allocated.
         for group, blocks in zip(self.groups, claimed, strict=True):
             group.free = [block for block in group.free if block not in blocks]
         for mine, fresh in opened:
@@ -54,17 +54,16 @@ class PrefixCache(Cache):
         return seq_ids, self._settle(status, opened=seq_ids), num_cached
 
     def can_allocate(self, num_tokens):
-        """The requests that `allocate` would serve, nothing changed."""
+        """Return the requests that `allocate` would serve; nothing changes."""
         return [cause == OK for cause in self.copy().allocate(num_tokens)[1]]
 
     def find(self, prompt, salt):
-        """The known blocks of a prompt's beginning, of each group, and how many tokens
-        are found, including a block that only begins like the rest.
+        """Return a prompt's cached blocks by group, and the number of cached tokens.
 
-        None stands for a block that no row behind them sees, known or not.
+        None marks a block that no later row needs, cached or not.
         """
         T, nothing = self.block_size, [None] * len(self.groups)
-        usable = min(max(len(prompt) - 1, 0), self.max_context)  # one is computed
+        usable = min(max(len(prompt) - 1, 0), self.max_context)  # computes one token
         chain = [
             self.index.get((salt, tuple(prompt[:end])), nothing)
             for end in range(T, usable + 1, T)
@@ -86,7 +85,7 @@ class PrefixCache(Cache):
             if (own_salt, tokens[:start]) == (salt, tuple(prompt[:start]))
             and len(tokens) == start + T
             and None not in blocks
-            and not self.states  # a state cannot go on from within a block
+            and not self.states  # a state cannot continue from within a block
         ]
         length = start + min(max(partial, default=0), T - 1)
         tables = []
@@ -96,7 +95,7 @@ class PrefixCache(Cache):
         return tables, length
 
     def commit(self, batch):
-        """Make full blocks visible; a block equal to a visible one gives way to it."""
+        """Make full blocks visible; replace a block by an equal visible one."""
         T, lead = self.block_size, self.leader
         counts = {
             block: self.reference_count(block, lead)
@@ -145,19 +144,19 @@ class PrefixCache(Cache):
                 gone.append(mine.tables[g][column])
                 mine.tables[g][column] = block
                 group.free = [each for each in group.free if each != block]
-            # A block is back with the last that gave it up.
+            # A block is freed with its last reference.
             for i, block in enumerate(gone):
                 self._drop(g, block, kept=gone[i + 1 :])
 
         for mine, end in visited if self.states else ():
-            if mine.visible == end == len(mine.tokens) and -1 not in mine.text:
+            if mine.visible == end == len(mine.tokens) and -1 not in mine.written:
                 self._take_snapshot(mine)
 
     def _take_snapshot(self, mine):
-        """Keep the state of a sequence if its length is a multiple."""
+        """Store a sequence's state if its length is a multiple."""
         if len(mine.tokens) % self.states.snapshot_every:
             return
-        key = mine.salt, tuple(mine.text)
+        key = mine.salt, tuple(mine.written)
         if key in self.snapshots:
             self._use_snapshot(*key)
             return
@@ -166,10 +165,10 @@ class PrefixCache(Cache):
         self.snapshots[key] = mine.base
 
     def forget(self, salt=None):
-        """Forget one salt, or all; its sequences' blocks never become visible."""
-        for own_salt, text in list(self.snapshots):
+        """Remove one salt, or all; open sequences' blocks never become visible."""
+        for own_salt, sequence in list(self.snapshots):
             if salt in (None, own_salt):
-                del self.snapshots[own_salt, text]
+                del self.snapshots[own_salt, sequence]
         for own_salt, tokens in list(self.index):
             if salt in (None, own_salt):
                 del self.index[own_salt, tokens]
@@ -179,9 +178,9 @@ class PrefixCache(Cache):
         self.demote(-1)
 
     def demote(self, time):
-        """Unindexed blocks get class 0, and so do free ones kept until then.
+        """Reset unindexed and expired free blocks to priority 0.
 
-        It stands there as if it had always been.
+        Their order is as if they had always had it.
         """
         for g, group in enumerate(self.groups):
             known = self.known(g)
@@ -189,7 +188,7 @@ class PrefixCache(Cache):
             group.reset({*range(group.num_blocks)} - {*known} | old)
 
     def evict_cached(self, num_blocks):
-        """Forget the cached blocks of each group that have been free longest."""
+        """Remove the longest free cached blocks of each group from the index."""
         if not self.groups:
             for key in list(self.snapshots)[: max(num_blocks, 0)]:
                 del self.snapshots[key]
@@ -200,8 +199,7 @@ class PrefixCache(Cache):
             group.lower(cached[: max(num_blocks, 0)])
 
     def _fresh(self, count, tables, length):
-        """How many blocks of each group a text takes beside the cached ones: as many
-        as it needs at one time, at least one for a cached part of a block."""
+        """Return the new blocks of each group that a sequence needs."""
         total = self._blocks_for(max(count, length))
         part = int(length % self.block_size > 0)
         return [
@@ -211,7 +209,7 @@ class PrefixCache(Cache):
 
 
 def common(first, second):
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
     return next(
         (i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))

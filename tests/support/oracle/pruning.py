@@ -1,7 +1,7 @@
-"""Sequences that keep only some of their tokens.
+"""Pruned sequences.
 
-A sequence remembers the stored tokens of each layer and head for the slots that its
-last prune left; all later slots hold the same token everywhere.
+A sequence stores the tokens of each layer and head for the slots that remain after its
+last prune; all later slots hold the same token everywhere.
 """
 
 import copy
@@ -10,6 +10,7 @@ import itertools
 from support.oracle.cache import (
     CONTEXT_FULL,
     INVALID_ARGUMENT,
+    INVALID_SEQUENCE,
     OK,
     OUT_OF_BLOCKS,
     PADDING,
@@ -24,27 +25,29 @@ class PruningCache(PrefixCache):
     """The cache, and the verb that drops tokens from the middle of sequences."""
 
     def contents(self, seq_id, head):
-        """The stored token of each slot in a head, (layer, number); None if unknown."""
+        """Return each slot's stored token in a head, (layer, number), or None."""
         if seq_id not in self.open:
             return []
         mine = self.open[seq_id]
         first = mine.kept.get(head, mine.tokens[: mine.left])
-        return [*first, *mine.tokens[mine.left :]]
+        found = [*first, *mine.tokens[mine.left :]]
+        layer, _ = head
+        return [mine.patches.get((layer, i), each) for i, each in enumerate(found)]
 
     def next_position(self, seq_id):
-        """The position of a sequence's next token, 0 if it is not open."""
+        """Return the position of a sequence's next token, 0 if it is closed."""
         mine = self.open.get(seq_id)
         return len(mine.past) if mine else 0
 
     def prune(self, seq_ids, kept, num_kept, heads, width):
-        """Keep slots of sequences, in order.
+        """Keep the given slots of sequences, in order.
 
         Args:
-          seq_ids: the sequences.
-          kept: by request, by head, a list of `width` slots.
-          num_kept: by request.
-          heads: by group, its heads, (layer, number) each.
-          width: entries of each list.
+            seq_ids: the sequences.
+            kept: by request, by head, a list of `width` slots.
+            num_kept: by request.
+            heads: by group, its heads, (layer, number) each.
+            width: entries of each list.
         """
         self._begin()
         before = copy.deepcopy(self)
@@ -66,7 +69,7 @@ class PruningCache(PrefixCache):
                         )
                     ]
             status.append(cause)
-        # Cached blocks are spared if the call has room for all that would be.
+        # Cached blocks are spared if the call has room to copy all of them.
         for g, group in enumerate(self.groups):
             wishes = sum(
                 len(p[g].homeless) + len(p[g].overwritten) for p in plans.values()
@@ -83,8 +86,50 @@ class PruningCache(PrefixCache):
             self._keep(self.open[seq_ids[i]], kept[i], num_kept[i], heads)
         return self._settle(status, used=self._served(seq_ids, status))
 
+    def overwrite(self, layer, g, seq_ids, slots, contents):
+        """Overwrite the contents of slots in a layer of a group."""
+        self._begin()
+        before, status = copy.deepcopy(self), []
+        # By sequence, in the order of first mention.
+        patches = {seq_id: {} for seq_id in seq_ids if seq_id in self.open}
+        pairs = [*zip(seq_ids, slots, strict=True)]
+        for i, (seq_id, slot) in enumerate(pairs):
+            cause = OK if seq_id == PADDING or seq_id in self.open else INVALID_SEQUENCE
+            if seq_id in self.open:
+                length = len(self.open[seq_id].tokens)
+                if (
+                    not 0 <= slot < length
+                    or self.slot(seq_id, slot, g) is None
+                    or pairs[i] in pairs[:i]
+                ):
+                    cause = INVALID_ARGUMENT
+                else:
+                    patches[seq_id][layer, slot] = contents[i]
+            status.append(cause)
+        changed = {}
+        for seq_id, of_slots in patches.items():
+            touched = {slot // self.block_size for _, slot in of_slots}
+            columns = Rewritten(self, before, seq_id, g, touched)
+            counts = [0] * len(self.groups)
+            counts[g] = len(columns.fresh)
+            if not touched:
+                continue
+            if self._fits(counts):
+                changed[seq_id] = columns
+            else:
+                rows = enumerate(zip(seq_ids, status, strict=True))
+                for i in [i for i, pair in rows if pair == (seq_id, OK)]:
+                    status[i] = OUT_OF_BLOCKS
+        self._move(g, changed)
+        for seq_id in changed:
+            mine = self.open[seq_id]
+            mine.patches |= patches[seq_id]
+            mine.visible, mine.written = None, [-1] * len(mine.tokens)
+            mine.epoch = self.clock + 1
+        return self._settle(status, used=self._served(seq_ids, status))
+
     def _can_keep(self, mine, kept, count, width):
-        """True if a sequence can keep these slots."""
+        """Return True if a sequence can keep these slots."""
         length = len(mine.tokens)
         if not 0 <= count <= width or (self.states and count < length - mine.base):
             return False
@@ -102,7 +147,7 @@ class PruningCache(PrefixCache):
         return True
 
     def _sources(self, mine, kept, count, heads):
-        """By group and head the old slot of each new one; None where no row sees it."""
+        """Return each new slot's old slot by group and head; None if unneeded."""
         sources = []
         for g, group in enumerate(self.groups):
             if group.window is None:
@@ -121,7 +166,7 @@ class PruningCache(PrefixCache):
         return sources
 
     def _move(self, g, columns):
-        """Change the tables of a group: forget, take, then release."""
+        """Change a group's tables: remove from the index, allocate, release."""
         for each in columns.values():
             for block in each.forgotten:
                 self._forget_from(g, block)
@@ -137,7 +182,7 @@ class PruningCache(PrefixCache):
             old = self.open[seq_id].tables[g]
             given_up += [b for b in reversed(held(old)) if b not in table]
             self.open[seq_id].tables[g] = table
-        # A block is back with the last that gave it up.
+        # A block is freed with its last reference.
         for i, block in enumerate(given_up):
             self._drop(g, block, kept=given_up[i + 1 :])
 
@@ -158,12 +203,13 @@ class PruningCache(PrefixCache):
             tokens.append(-1 if only is None else mine.tokens[only])
         mine.base = count - (len(mine.tokens) - mine.base)
         mine.left, mine.kept, mine.tokens = count, stored, tokens
-        mine.text, mine.visible = [-1] * count, None
+        mine.patches = {}
+        mine.written, mine.visible = [-1] * count, None
         mine.epoch = self.clock + 1
 
 
 class Columns:
-    """The columns of one sequence's new table in a group."""
+    """The columns of a sequence's new table in a group."""
 
     def __init__(self, cache, before, seq_id, g, sources):
         size, group = cache.block_size, cache.groups[g]
@@ -210,7 +256,7 @@ class Columns:
         self.pairs = pairs
 
     def settle(self, spares):
-        """Choose the blocks of copied columns; `spares` cached ones if possible."""
+        """Choose the blocks of copied columns; with `spares`, keep cached ones."""
         spared = [column for column, _ in self.overwritten] if spares else []
         self.fresh = sorted([*self.homeless, *spared])
         for column, block in self.pairs:
@@ -220,3 +266,23 @@ class Columns:
             *(b for c, b in self.overwritten if c not in spared),
             *self.forgotten,
         ]
+
+
+class Rewritten:
+    """A sequence's table in a group, with own blocks where it is overwritten."""
+
+    def __init__(self, cache, before, seq_id, g, touched):
+        known, is_bound = before.known(g), False
+        has_parents = g == cache.leader and cache.groups[g].window is None
+        self.table, self.forgotten, self.fresh = [], [], []
+        for column, block in enumerate(before.open[seq_id].tables[g]):
+            # A cached block needs its parent before it.
+            is_bound |= has_parents and column in touched
+            is_rewritten = column in touched or (is_bound and block in known)
+            is_own = before.reference_count(block, g) == 1
+            if block is not None and is_rewritten and not is_own:
+                self.fresh.append(column)
+                block = None
+            elif block in known and is_rewritten:
+                self.forgotten.append(block)
+            self.table.append(block)

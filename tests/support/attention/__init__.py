@@ -1,0 +1,1 @@
+"""Attention shapes, stored rows by format, and kernels lowered without a GPU."""

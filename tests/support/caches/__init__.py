@@ -1,0 +1,1 @@
+"""Random-operation tests of caches against the oracle."""

@@ -1,0 +1,1 @@
+"""Tiny checkpoints and their configurations; programs that write `tests/fixtures`."""

@@ -1,0 +1,1 @@
+"""Decoding loops in plain Python, and their inputs."""

@@ -1,0 +1,1 @@
+"""Regular expressions and schemas, in plain Python and at random."""

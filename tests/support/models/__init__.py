@@ -1,0 +1,1 @@
+"""Small models, for one device and for meshes."""

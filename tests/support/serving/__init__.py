@@ -1,0 +1,1 @@
+"""Engines around a small model, and their servers and processes."""

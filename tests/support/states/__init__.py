@@ -1,0 +1,1 @@
+"""Models with a recurrent state, their loops, and the table of verbs on them."""
