@@ -5,7 +5,7 @@ RUN := @$(PYTHON) tools/run.py
 TEST = $(RUN) test --jobs=$(or $(JOBS),2) --suites="$(SUITES)" --extras="$(EXTRAS)"
 
 .PHONY: help generate test test-oldest test-newest lint types docs machine-code \
-  code-objects tunix bench rollouts peers clean
+  code-objects wheel tunix bench rollouts peers clean
 
 help: ; $(RUN) --help
 generate: ; $(RUN) generate $(MODEL)
@@ -17,6 +17,7 @@ types: ; $(RUN) types
 docs: ; $(RUN) docs
 machine-code: ; $(RUN) machine-code $(PYTEST_ARGS)
 code-objects: ; $(RUN) code-objects
+wheel: ; $(RUN) wheel
 tunix: ; $(RUN) tunix $(PYTEST_ARGS)
 bench: ; $(RUN) bench
 rollouts: ; $(RUN) rollouts $(ROLLOUTS)

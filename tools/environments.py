@@ -29,6 +29,8 @@ class Layer(NamedTuple):
     packages: tuple[str, ...]  # arguments of `pip install`
     what: str  # description in the output
     without: str = ""  # consequence if they cannot be installed; empty for an error
+    # Packages without their dependencies, which are too many, or conflict.
+    alone: tuple[str, ...] = ()
 
 
 LAYERS = {
@@ -45,6 +47,7 @@ LAYERS = {
         "no CPU build of torch found: parity tests use the committed logits",
     ),
     "docs": Layer(".venv", ("-e", ".[docs]"), "the documentation builder"),
+    "wheel": Layer(".venv", ("build", "twine"), "the builder of distributions"),
     # Compiles the kernels' machine code.
     "machine-code": Layer(".venv", ("-e", ".[amd-compile]"), "the compiler Triton"),
     # Reference validators of JSON schemas.
@@ -68,7 +71,52 @@ LAYERS = {
     "tunix": Layer(
         ".venv-tunix", ("-e", ".[tunix]", "pytest", *OLDEST), "google-tunix"
     ),
+    # Libraries of `examples/under`, without what only their data needs.
+    "under-keras-hub": Layer(
+        ".venv-under-keras-hub",
+        (
+            *("-e", ".", "pytest", *OLDEST, "flax", "keras", "kagglehub"),
+            *("kagglesdk==0.1.28", "regex", "sentencepiece", "tokenizers"),
+        ),
+        "KerasHub",
+        alone=("keras-hub==0.32.0",),
+    ),
+    "under-gemma": Layer(
+        ".venv-under-gemma",
+        (
+            *("-e", ".", "pytest", *OLDEST, "flax", "absl-py", "dialog", "einops"),
+            *("etils[edc,enp,epath,epy,etree]", "jaxtyping", "orbax-checkpoint"),
+            *("sentencepiece", "treescope", "immutabledict", "typeguard", "clu"),
+            "tensorflow",
+        ),
+        "google-deepmind/gemma",
+        alone=("gemma==4.0.1", "kauldron==1.4.4"),
+    ),
+    # Its kernels demand an older JAX. Its modules import PyTorch's classes.
+    "under-easydel": Layer(
+        ".venv-under-easydel",
+        (
+            *("-e", ".", "pytest", *OLDEST, "beartype", "braceexpand", "contextlib2"),
+            *("cryptography", "datasets", "einops", "fastapi", "flax==0.12.3"),
+            *("gcsfs<2026", "google-api-python-client", "google-cloud-storage"),
+            *("grafanalib", "grain~=0.2.11", "jaxtyping", "mergedeep"),
+            *("ml-collections==1.1.0", "msgspec", "optax", "partial-json-parser"),
+            *("pillow", "plum-dispatch==2.3.2", "pydantic", "pyzmq"),
+            *("ray[default]==2.54.0", "sentencepiece", "tblib", "tensorstore"),
+            *("torch==2.13.0+cpu", "transformers~=5.5.0", "uvicorn", "uvloop"),
+            *("wandb", "zstandard"),
+        ),
+        "EasyDeL",
+        alone=("easydel==0.3.0", "eformer==0.0.99.12", "ejkernel==0.0.78"),
+    ),
+    "under-lalamo": Layer(
+        ".venv-under-lalamo",
+        ("-e", ".", "pytest", "flax", "lalamo==0.17.0", "jax==0.11.2"),
+        "lalamo",
+    ),
 }
+# These need a newer interpreter than the project does.
+OF_NEWER_PYTHON = (".venv-newest", ".venv-under-gemma", ".venv-under-lalamo")
 # Bytecode is compiled at once, and only for modules that all test processes import.
 PIP = (
     *("-m", "pip", "--disable-pip-version-check", "--no-input"),
@@ -118,17 +166,21 @@ def python_of(folder: str) -> pathlib.Path:
 
 def find_newer_python() -> str | None:
     """Return the newest interpreter for the newest JAX, on the path or from pyenv."""
+    return next(filter(None, map(find_python, NEWER_PYTHONS)), None)
+
+
+def find_python(version: str) -> str | None:
+    """Return an interpreter of a version such as 3.12, on the path or from pyenv."""
     pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
-    for version in NEWER_PYTHONS:
-        installed = glob.glob(f"{pyenv}/versions/{version}*/bin/python")
-        for python in (f"python{version}", *sorted(installed)):
-            # A pyenv shim may exist without its interpreter.
-            command = [python, "-c", "import venv, ensurepip"]
-            try:
-                if not subprocess.run(command, capture_output=True).returncode:
-                    return python
-            except FileNotFoundError:
-                continue
+    installed = glob.glob(f"{pyenv}/versions/{version}*/bin/python")
+    for python in (f"python{version}", *sorted(installed)):
+        # A pyenv shim may exist without its interpreter.
+        command = [python, "-c", "import venv, ensurepip"]
+        try:
+            if not subprocess.run(command, capture_output=True).returncode:
+                return python
+        except FileNotFoundError:
+            continue
     return None
 
 
@@ -136,7 +188,7 @@ def make_environment(folder: str) -> pathlib.Path:
     """Return the interpreter of an environment, created if necessary."""
     python = python_of(folder)
     if not python.exists():
-        base = find_newer_python() if folder == ".venv-newest" else sys.executable
+        base = find_newer_python() if folder in OF_NEWER_PYTHON else sys.executable
         if base is None:
             raise SystemExit(f"no Python of {', '.join(NEWER_PYTHONS)} found")
         subprocess.run([base, "-m", "venv", ROOT / folder], check=True)
@@ -148,7 +200,11 @@ def try_install(python: pathlib.Path, names: list[str]) -> bool:
     folder = LAYERS[names[0]].folder
     print(f"installing in {folder} (once): {describe(names)}", flush=True)
     packages = [package for name in names for package in LAYERS[name].packages]
-    return not subprocess.run([python, *PIP, *packages], cwd=ROOT).returncode
+    alone = [package for name in names for package in LAYERS[name].alone]
+    calls = [packages, *([["--no-deps", *alone]] if alone else [])]
+    return all(
+        not subprocess.run([python, *PIP, *each], cwd=ROOT).returncode for each in calls
+    )
 
 
 def compile_imported(python: pathlib.Path) -> None:
@@ -176,7 +232,7 @@ def stamp_of(name: str) -> pathlib.Path:
 def key_of(name: str) -> str:
     """Return a hash of a layer's requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    text = repr([project, LAYERS[name].packages])
+    text = repr([project, LAYERS[name].packages, *LAYERS[name].alone])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -74,9 +74,11 @@ def step(name: str) -> Result:
 
 PLAIN_LOOP = "test_attention.py::test_equals_the_plain_loop"
 KERNEL_LOOP = "test_pallas.py::test_equals_the_plain_loop"
-SPILLS = "test_kernel_machine_code.py::test_nothing_spills"
+SPILLS = "test_kernel_machine_code.py::test_no_kernel_spills"
 DERIVATIVE_SPILLS = "test_kernel_machine_code.py::test_no_derivative_spills"
-BIT_GRADIENTS = "test_kernel_derivative.py::test_bits_have_gradients_of_queries_alone"
+BIT_GRADIENTS = (
+    "test_kernel_derivative.py::test_raw_bits_have_gradients_of_queries_only"
+)
 RUN = ("tested", "tested", "timed", "compiled")
 TABLES: dict[str, tuple[Row, ...]] = {
     "Attention": (
@@ -105,7 +107,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "the same, with scales",
             "int8",
             RUN,
-            ("test_attention.py::test_one_byte_pools", KERNEL_LOOP),
+            ("test_attention.py::test_8_bit_pools_equal_decoded_pools", KERNEL_LOOP),
             (timed("64 x 8,192, int8"), code("int8")),
         ),
         Row(
@@ -113,7 +115,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "fp8",
             RUN,
             (
-                "test_attention.py::test_one_byte_pools",
+                "test_attention.py::test_8_bit_pools_equal_decoded_pools",
                 "test_kernel_conversion.py::test_attention_reads_every_code",
             ),
             (timed("64 x 8,192, fp8"), code("float8_e4m3fn")),
@@ -125,7 +127,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (
                 "test_packed.py::test_attention_equals_float32_over_decoded_rows",
                 "test_pallas.py::test_equals_the_plain_loop",
-                "test_kernel_machine_code.py::test_nothing_spills",
+                "test_kernel_machine_code.py::test_no_kernel_spills",
             ),
             (code("int4"),),
         ),
@@ -133,7 +135,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "keys that hold the values (latent)",
             "bfloat16, int8, fp8",
             RUN,
-            ("test_pallas.py::test_values_in_the_keys_are_a_slice_of_them",),
+            ("test_pallas.py::test_a_latent_cache_equals_separate_values",),
             (
                 timed("64 x 8,192, bfloat16, latent"),
                 timed("64 x 8,192, int8, latent"),
@@ -147,7 +149,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (
                 PLAIN_LOOP,
                 KERNEL_LOOP,
-                "test_attention.py::test_nan_outside_the_window_stays_outside",
+                "test_attention.py::test_nan_outside_the_window_has_no_effect",
                 SPILLS,
             ),
             (Result("kernel_code", {"options": "all", "target": "sm_90"}),)
@@ -195,15 +197,13 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "the kernel by name: head dims off 8, off 16 above 240, or above 576",
             "all",
             ("-", "refused", "refused", "refused"),
-            ("test_pallas.py::test_refusals_give_the_reason",),
+            ("test_pallas.py::test_refusals_report_the_reason",),
         ),
         Row(
             "the kernel by name, on a GPU without a tile for the dtype",
             "float32",
             ("-", "-", "refused", "refused"),
-            (
-                "test_kernel_lowering.py::test_a_forced_kernel_is_refused_where_it_cannot_be",
-            ),
+            ("test_kernel_lowering.py::test_a_forced_kernel_raises_if_unsupported",),
         ),
         Row(
             "an exported program for several platforms",
@@ -243,7 +243,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "all",
             ("tested", "-", "plain", "compiled"),
             (
-                "test_windows.py::test_rows_see_sinks_and_window_as_a_dense_model",
+                "test_windows.py::test_rows_attend_to_sinks_and_window_like_a_dense_model",
                 "test_in_place.py::test_a_donated_step_in_groups_updates_in_place",
             ),
             (step("llama-8b, sliding window"),),
@@ -252,7 +252,19 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "pruning, also by layer and head",
             "all",
             ("tested", "-", "plain", "plain"),
-            ("test_random_pruning.py::test_pruned_sequences_keep_the_selected_tokens",),
+            (
+                "test_random_pruning.py::test_pruned_sequences_keep_the_selected_tokens",
+                "test_observing.py::test_verbs_keep_drop_and_copy_queries",
+            ),
+        ),
+        Row(
+            "overwriting and scrubbing",
+            "all",
+            ("tested", "-", "plain", "plain"),
+            (
+                "test_random_pruning.py::test_pruned_sequences_are_never_found_as_prefixes",
+                "test_random_pruning.py::test_groups_are_pruned_together",
+            ),
         ),
         Row(
             "layers with a state",
@@ -268,8 +280,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "all",
             ("tested", "-", "plain", "plain"),
             (
-                "test_swapping.py::test_one_among_many",
-                "test_saving.py::test_is_restored_to_the_bit",
+                "test_swapping.py::test_one_of_many",
+                "test_saving.py::test_is_restored_bit_identical",
             ),
         ),
         Row(
@@ -305,8 +317,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("tested", "-", "plain", "plain"),
             (
                 "test_speculation.py::test_speculation_preserves_sequences_in_every_pool",
-                "test_draft_model.py::"
-                "test_greedy_texts_are_the_models_own_in_every_pool",
+                "test_draft_model.py::test_greedy_tokens_equal_the_target_in_every_pool",
             ),
         ),
         Row(
@@ -316,7 +327,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("test_beam_search.py::test_beams_equal_plain_python",),
         ),
         Row(
-            "scores of texts and trees, with gradients",
+            "scores of sequences and trees, with gradients",
             "float32",
             ("tested", "-", "plain", "plain"),
             (
@@ -328,7 +339,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "second derivatives of scores",
             "float32",
             ("refused", "refused", "refused", "refused"),
-            ("test_scoring.py::test_other_derivatives_than_the_first_are_errors",),
+            ("test_scoring.py::test_higher_derivatives_raise",),
         ),
         Row(
             "pressed prompts and rolling contexts",
@@ -343,7 +354,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "the same bits (exact)",
             "float32",
             ("tested", "-", "plain", "plain"),
-            ("test_exact.py::test_order_and_number_do_not_matter",),
+            ("test_exact.py::test_results_do_not_depend_on_order_and_number",),
         ),
         Row(
             "logits processors and grammars",
@@ -355,7 +366,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "the engine",
             "float32",
             ("tested", "-", "plain", "plain"),
-            ("test_engine.py::test_random_requests_get_the_texts_they_get_alone",),
+            ("test_engine.py::test_random_requests_equal_their_solo_runs",),
         ),
     ),
 }

@@ -22,6 +22,7 @@ class Job(NamedTuple):
     command: Sequence[str | pathlib.Path]
     variables: Mapping[str, str] = {}  # added to the inherited environment
     after: str | None = None  # job that must succeed first
+    waits: bool = False  # mostly sleeps, and takes no processor from other jobs
 
 
 class Outcome(NamedTuple):
@@ -50,7 +51,7 @@ def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outc
 
     Args:
       jobs: in the order of their start.
-      width: number of concurrent processes.
+      width: number of concurrent processes; jobs that wait do not count.
       folder: working directory.
 
     Raises:
@@ -64,7 +65,7 @@ def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outc
                 if statuses.get(job.after or "", 0) != 0:
                     waiting.remove(job)
                     outcomes.append(Outcome(job.name, None, "not run", 0, 0))
-                elif len(running) < width and can_run(job, waiting, running):
+                elif can_run(job, waiting, running, width):
                     waiting.remove(job)
                     with deferring_interrupts():
                         started = start(job, folder)
@@ -79,10 +80,13 @@ def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outc
     return outcomes
 
 
-def can_run(job: Job, waiting: list[Job], running: dict[int, Running]) -> bool:
-    """Return True if the job's predecessor has ended."""
-    unfinished = [*waiting, *(one.job for one in running.values())]
-    return job.after not in [other.name for other in unfinished]
+def can_run(
+    job: Job, waiting: list[Job], running: dict[int, Running], width: int
+) -> bool:
+    """Return True if the job's predecessor has ended and a processor is free."""
+    started = [one.job for one in running.values()]
+    is_free = job.waits or sum(not one.waits for one in started) < width
+    return is_free and job.after not in [other.name for other in [*waiting, *started]]
 
 
 @contextlib.contextmanager

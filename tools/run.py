@@ -81,6 +81,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "docs": "the documentation, in site/",
         "machine-code": "the kernels' machine code, without the GPUs",
         "code-objects": "the launcher of machine code by XLA's typed FFI, with g++",
+        "wheel": "wheels and sdists of jkv and its examples, checked, in dist/",
         "tunix": "rollouts in google-tunix's trainer",
         "bench": "all benchmarks but rollouts",
         "rollouts": "queues of requests, compared to peers: most of an hour",
@@ -117,6 +118,8 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         case "code-objects":
             build = ["benchmarks/code_objects/code_objects.py"]
             return run_scripts(("oldest",), [build])
+        case "wheel":
+            return build_distributions()
         case "generate":
             return run_scripts(("examples",), [make_generate(arguments)])
         case "bench":
@@ -169,7 +172,7 @@ def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
     for name, task in tasks.items():
         after = before[task.folder].name if task.folder in before else None
         command = [*task.command, *report_of(name, task)]
-        jobs.append(Job(name, command, task.all_variables, after))
+        jobs.append(Job(name, command, task.all_variables, after, task.waits))
     if len(tasks) == 1:
         return run_one_by_one(jobs)
     outcomes = run_jobs(jobs, width, ROOT)
@@ -194,6 +197,19 @@ def make_generate(arguments: Sequence[str]) -> list[str]:
             raise SystemExit(f"model must be one of {', '.join(MODELS)}, got {name}")
         script += ["--model", str(fetch(name)), "--chat", QUESTION]
     return script
+
+
+def build_distributions() -> int:
+    """Build wheels and sdists of both projects and check what an index would show."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    build = ["-m", "build", "--outdir", str(dist)]
+    calls = [[*build, str(ROOT)], [*build, str(ROOT / "examples")]]
+    status = run_scripts(("wheel",), calls)
+    check = ["-m", "twine", "check", "--strict"]
+    return status or run_scripts(
+        ("wheel",), [[*check, *map(str, sorted(dist.iterdir()))]]
+    )
 
 
 def run_scripts(layers: Sequence[str], scripts: Sequence[Sequence[str]]) -> int:

@@ -78,6 +78,7 @@ class Task(NamedTuple):
     arguments: tuple[str, ...]
     flags: str = ""  # for XLA
     variables: Mapping[str, str] = {}  # environment variables, added to `VARIABLES`
+    waits: bool = False  # True if it mostly sleeps
 
     @property
     def folder(self) -> str:
@@ -133,6 +134,8 @@ SUITES = {
     "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
         variables=ALONE
     ),
+    # Two published models, 350 MB, as GGUF files.
+    "real-models": tests(OLDEST, "tests/models"),
     "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
     "oldest-rest": tests(
         OLDEST,
@@ -155,6 +158,12 @@ SUITES = {
         "jkv/integrations/tunix",
         flags=WITHOUT_MLIR,
     ),
+    # Adapters of `examples/under` with the real packages: one to three minutes each.
+    "under-keras-hub": tests(("under-keras-hub",), "tests/under"),
+    "under-gemma": tests(("under-gemma",), "tests/under"),
+    "under-lalamo": tests(("under-lalamo",), "tests/under"),
+    "under-easydel": tests(("under-easydel",), "tests/under"),
+    "under-tunix": tests(("tunix",), "tests/under"),
     # A Ray cluster; pydantic warns about Ray's code.
     "ray": tests(
         ("ray",),
@@ -162,11 +171,9 @@ SUITES = {
         "examples/replicated",
         *("-W", "ignore::DeprecationWarning"),
         flags=WITHOUT_MLIR,
-    ),
+    )._replace(waits=True),
     # lm-eval as a client of the server.
     "harness": tests(("harness",), "tests/harness", flags=WITHOUT_MLIR),
-    # Two published models, 350 MB, as GGUF files.
-    "real-models": tests(OLDEST, "tests/models"),
     "schemas": tests((*OLDEST, "schemas"), SCHEMAS),
     "further-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK)._replace(
         variables=ALONE
@@ -179,6 +186,11 @@ EXTRAS = (
     "modules",
     "newest-modules",
     "tunix",
+    "under-keras-hub",
+    "under-gemma",
+    "under-lalamo",
+    "under-easydel",
+    "under-tunix",
     "ray",
     "harness",
     "real-models",
