@@ -237,7 +237,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="big-endian"):
             read_file(path)
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
-        with pytest.raises(ValueError, match="no GGUF file: it begins with"):
+        with pytest.raises(ValueError, match="is not a GGUF file: it begins with"):
             pretrained.load(path)
         with pytest.raises(ValueError, match="pickle.*safetensors"):
             pretrained.load(tmp_path / "pytorch_model.bin")
