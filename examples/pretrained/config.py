@@ -1,8 +1,8 @@
-"""The settings of a checkpoint's config.json, checked.
+"""The model's configuration, read from a checkpoint's config.json and validated.
 
-One frozen, hashable object holds every static setting of the model, so that it can be
-closed over by jit. Settings that the forward pass would compute wrongly are refused
-here, by name, instead of giving fluent nonsense later.
+``DecoderConfig`` is frozen and hashable and holds every static setting of the model, so
+that jit can close over it. Settings that the forward pass does not support raise an
+error by name, instead of producing fluent but wrong text later.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from .text_part import TEXT_PARTS, find_text_part
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 
 
-# Model types that are known, and why they are not computed.
+# Known model types that are not supported, with the reason.
 CHUNKED = (
     "its layers attend in chunks, so that a token sees those since the last multiple "
     "of attention_chunk_size: a window that differs by row, which jkv.attend has not"
@@ -48,97 +48,113 @@ ATTENTION = "attention"
 
 
 class Run(NamedTuple):
-    """A layer, or neighbours with the same parameters that one scan goes through."""
+    """One layer, or adjacent layers with equal parameter shapes in one scan or loop."""
 
     start: int
     stop: int
     mixers: tuple[str, ...]  # token mixers: "attention", names in `MIXERS`
-    feeds: Literal["perceptron", "experts"] | None  # part for every token
+    feeds: Literal["perceptron", "experts"] | None  # MLP, MoE, or no such part
 
     @property
     def has_attention(self) -> bool:
-        """True if the layers have keys and values."""
+        """True if attention is one of the token mixers."""
         return ATTENTION in self.mixers
 
     @property
     def state_mixers(self) -> tuple[str, ...]:
-        """The mixers with a state, one at most."""
+        """The mixers with a recurrent state, at most one."""
         return tuple(name for name in self.mixers if name != ATTENTION)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shapes and switches of a model.
+    """Sizes and options of a model. Fields "per layer" are tuples of `L` entries.
 
-    architecture: the row of ``ARCHITECTURES``.
-    vocab_size, hidden_size, intermediate_size: ints, `V`, `E` and `F` below.
+    Sizes:
+    architecture: key of ``ARCHITECTURES``, the model type.
+    vocab_size, hidden_size, intermediate_size: ints, `V`, `E` and the MLP's `F`.
     num_layers, num_heads, num_kv_heads, head_dim: ints, `L`, `H`, `K`, `D`.
-    layer_heads: per layer, key-value heads and head dim, where layers differ in them;
-        empty where `num_kv_heads` and `head_dim` say it.
-    query_heads: per layer, `H`, where layers differ in it.
-    key_layers: per layer, the layer that holds its keys and values, itself or an
-        earlier one that keeps some; empty for its own in all layers. The layers that
-        keep some are the first ones.
-    span_layers: per layer, whether tokens of a span of the prompt attend to each other;
-        empty for all layers.
-    values_of_keys: per layer, whether values are projected as keys are; empty for none.
-    inner_sizes: per layer, `F`, where layers differ in it.
-    max_context_length: int, positions that the model was trained for.
+    layer_heads: per layer, (`K`, `D`); empty: `num_kv_heads` and `head_dim` in all.
+    query_heads: per layer, `H`; empty: `num_heads` in all.
+    inner_sizes: per layer, `F`; empty: `intermediate_size` in all.
+    max_context_length: int, number of positions the model was trained for.
+
+    Embeddings and logits:
+    tied: the output projection is the embedding matrix.
+    has_head_bias: bias of the output projection.
+    has_embedding_norm: RMSNorm of embeddings, without weights.
+    embedding_scale, logit_scale: floats, factors of embeddings and logits.
+    logit_cap: float, tanh bound of the logits; None: no bound.
+    layer_inputs: sizes of per-layer embeddings (Gemma 4); None: no such embeddings.
+
+    Norms and residuals:
+    norms: position of the norms of attention and MLP: "before", "after" or "both".
+    state_norms: `norms` of layers with a recurrent state; None: the same.
     norm_epsilon: float, added to the mean square in RMSNorm.
-    ropes: per layer, how positions turn queries and keys; None if they do not.
-    windows: per layer, how many tokens a token sees, itself counted; None is all.
-    tied: the output projection is the embedding.
-    has_qkv_bias, has_output_bias, has_mlp_bias: biases of the projections.
-    has_head_bias: whether logits have biases.
-    norms: whether attention and perceptron are normed before, after, or both.
-    state_norms: the same of layers with a state; None if they are like the others.
-    post_norm_epsilon: float, `norm_epsilon` of norms after a part; None for the same.
+    post_norm_epsilon: float, `norm_epsilon` of norms after a part; None: the same.
     norm_offset: float, added to the norms' weights.
-    final_norm_offset: float, the same of the last norm; None if it is like the others.
-    has_embedding_norm: embeddings are normed, without weights.
-    has_centred_norms, has_norm_bias: norms subtract the mean first; they add biases.
-    is_parallel: the perceptron takes attention's input, and both are added at once.
-    qk_norm: queries and keys are normed: each "head", each of the "heads" by weights of
-        its own, or "all" of them before they are turned, or each head after it is
-        "turned", or each without weights to the length of a "unit".
-    has_value_norm: values are normed by each head, without weights.
-    scale: float, multiplies the scores; None is ``1 / sqrt(D)``.
-    query_growth: float and int, `b` and `n`: a query at position p is
-        ``1 + b log(1 + p // n)`` times as long; None if they do not grow.
-    soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
-    has_sinks: each head has a logit that takes part in the softmax with no value.
-    output_gate: how the heads' outputs are weighed; None if they are not.
+    final_norm_offset: float, `norm_offset` of the final norm; None: the same.
+    has_centred_norms, has_norm_bias: subtraction of the mean in norms; their biases.
+    is_parallel: attention and MLP share one normed input and one residual sum.
+    residual_scale: float, factor of the outputs of attention and MLP.
+    has_residual_scales: learnt biases and scales, in float32, of embeddings and of both
+        terms of each residual sum.
+    has_layer_scales: learnt factor of each layer's output.
+
+    Attention:
+    ropes: per layer, RoPE settings; None: no rotary embedding.
+    windows: per layer, int, sliding window in tokens, including the token itself;
+        None: full attention.
+    key_layers: per layer, the layer with its keys and values, itself or an earlier one;
+        empty: each layer has its own. Layers with their own precede all others.
+    span_layers: per layer, True if tokens of a prompt's span attend to each other;
+        empty: True in all.
+    values_of_keys: per layer, True if values use the key projection; empty: False.
+    has_qkv_bias, has_output_bias: biases of the attention projections.
+    qk_norm: RMSNorm of queries and keys: of each "head" with weights [D], of the
+        "heads" with weights [heads, D], of "all" heads as one vector, of each head
+        once it is rotated ("turned"), or of each without weights ("unit"); None: none.
+    has_value_norm: RMSNorm of each value head, without weights.
+    scale: float, factor of the scores; None: ``1 / sqrt(D)``.
+    attention_scales: floats, factors of attention's input and output.
+    query_growth: (float b, int n): queries at position p are multiplied by
+        ``1 + b log(1 + p // n)``; None: by 1.
+    soft_cap: float, tanh bound of the scores; None: no bound.
+    has_sinks: attention sinks: each head has a learnt logit without a value.
+    output_gate: gate of attention's output; None: no gate.
+    latent: sizes of multi-head latent attention (MLA); None: keys of each head.
+    hides_first: no token attends to the first of a sequence, for draft layers
+        (`jkv.drafters.hide_first`).
+
+    MLP and experts:
     activation: one of ``ACTIVATIONS``.
-    is_gated: perceptrons and experts multiply the activated product by a second one.
-    swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
-    embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, the
-        output of each half of a layer, and logits.
-    has_residual_scales: both sides of each sum of a layer, in float32, have learnt
-        biases and scales, and so have embeddings.
-    attention_scales: floats that multiply attention's input and its output.
-    mlp_scales: floats that multiply gates of perceptrons and the outputs of these.
-    layer_inputs: per-layer inputs about a token; None for nothing.
-    has_layer_scales: a layer's output is multiplied by a learnt number.
-    latent: the sizes of latent attention; None for keys and values of each head.
-    experts: the sizes of expert layers; None if there are none.
-    expert_layers: per layer, whether it has experts.
+    is_gated: MLPs and experts compute ``activation(gate(x)) * up(x)``.
+    swiglu_limits: floats, for gpt-oss: slope of the sigmoid, bound of gate and up;
+        None: plain gates.
+    has_mlp_bias: biases of the MLP's projections.
+    mlp_scales: floats, factors of the MLP's gate projection and its output.
+    experts: sizes of MoE layers; None: no experts.
+    expert_layers: per layer, True if it has experts; empty: False in all.
+
+    Token mixers:
     mixers: per layer, its token mixers: "attention", a name in ``MIXERS``, both, or
-        nothing; empty for attention in all layers.
-    fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
-    delta_rule, state_space, convolution, convolved_heads: the sizes of layers with
-        these mixers; None without any.
-    state: the state of a layer, as jkv reads it; None if no layer has one.
-    hides_first: no token attends to the first one of a sequence, of layers that draft
-        tokens (`jkv.drafters.hide_first`).
-    scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
-        program of many layers compiles faster, and each step copies their weights.
-    loop_layers: they share a loop that reads the weights where they lie, for CPUs;
-        programs have no fast derivative.
-    num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
-        draft more than one token; `drafters` reads them.
-    stop_tokens: ids after which a generation ends; empty when none is named.
-    dtype_name: the type the checkpoint says its weights have.
-    quantization: how the checkpoint stores matrices; they are dequantized when read.
+        none; empty: attention in all.
+    fed_layers: per layer, True if it has an MLP or experts; empty: True in all.
+    delta_rule, state_space, convolution, convolved_heads: sizes of layers with these
+        mixers; None: no such layer.
+    state: recurrent state of a layer, in jkv's form; None: no layer has one.
+
+    Programs and files:
+    scan_layers: adjacent layers with equal shapes share a ``lax.scan``: deep models
+        compile faster, and each step copies the weights.
+    loop_layers: such layers share a loop that reads weights in place, for CPUs; its
+        derivative is slow.
+    num_guessing_layers: int, multi-token prediction (MTP) layers that a checkpoint may
+        have after the last layer; `drafters` reads them.
+    stop_tokens: ids that end a generation; empty if the checkpoint has none.
+    dtype_name: dtype of the weights, by the checkpoint.
+    quantization: storage format of matrices, which are dequantized when read; None:
+        not quantized.
     """
 
     architecture: str
@@ -212,25 +228,26 @@ class DecoderConfig:
 
     @property
     def layer_mixers(self) -> tuple[tuple[str, ...], ...]:
-        """Per layer, its token mixers."""
+        """Token mixers of each layer."""
         return self.mixers or ((ATTENTION,),) * self.num_layers
 
     @property
     def has_loops(self) -> bool:
-        """True if layers alike share a loop; others' keys need a layer's own number."""
+        """True if equal layers share a loop; shared keys need a static layer index."""
         is_varied = self.key_layers or self.layer_heads or self.turns_differ
         return self.loop_layers and not (self.scan_layers or is_varied)
 
     @property
     def has_states(self) -> bool:
-        """True if layers are unlike in their cached data of a sequence."""
+        """True if a layer has another token mixer than attention, or none."""
         return any(mixers != (ATTENTION,) for mixers in self.layer_mixers)
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers in order, grouped by the scan that goes through them.
+        """The layers in order, grouped by scan.
 
-        Layers that keep unlike things of a sequence run one by one.
+        Models with recurrent states, or with different heads or rotated dims, run
+        layers one by one.
         """
         kinds = [self._list_parts(layer) for layer in range(self.num_layers)]
         alone = self.has_states or self.layer_heads or self.turns_differ
@@ -239,11 +256,11 @@ class DecoderConfig:
         return tuple(Run(run[0], run[-1] + 1, *kinds[run[0]]) for run in layers)
 
     def _find_kind(self, layer: int) -> tuple[Any, int]:
-        """Return the common properties of layers of one scan."""
+        """Return the properties that all layers of a scan share."""
         return self._list_parts(layer), self.find_query_heads(layer)
 
     def _list_parts(self, layer: int) -> tuple[Any, Any]:
-        """Return a layer's token mixers, and the part after them."""
+        """Return a layer's token mixers, and its MLP or experts."""
         is_fed = not self.fed_layers or self.fed_layers[layer]
         has_experts = bool(self.expert_layers) and self.expert_layers[layer]
         feeds = ("experts" if has_experts else "perceptron") if is_fed else None
@@ -255,48 +272,48 @@ class DecoderConfig:
 
     @property
     def num_cached_layers(self) -> int:
-        """Number of attention layers that keep keys and values."""
+        """Number of attention layers with their own keys and values."""
         return len(set(self.key_layers)) or self.num_layers
 
     def find_heads(self, layer: int) -> tuple[int, int]:
-        """Return the key-value heads of a layer, and their dim."""
+        """Return the number of key-value heads of a layer, and their dim."""
         return (self.layer_heads or ((self.num_kv_heads, self.head_dim),))[
             layer if self.layer_heads else 0
         ]
 
     def find_query_heads(self, layer: int) -> int:
-        """Return the query heads of a layer."""
+        """Return the number of query heads of a layer."""
         return self.query_heads[layer] if self.query_heads else self.num_heads
 
     @property
     def turns_differ(self) -> bool:
-        """True if positions turn more components of a head in some layers."""
+        """True if layers differ in the number of rotated components of a head."""
         return len({rope.dim for rope in self.ropes if rope}) > 1
 
     @property
     def turn_kinds(self) -> tuple[int, ...]:
-        """Per layer, which of the different ropes it has."""
+        """Index of each layer's rope among the different ones."""
         kinds = list(dict.fromkeys(self.ropes))
         return tuple(kinds.index(rope) for rope in self.ropes)
 
     @property
     def turns_neighbours(self) -> bool:
-        """True if the pairs that positions turn are neighbours in a head."""
+        """True if rotated pairs are adjacent components of a head."""
         return any(rope is not None and rope.is_interleaved for rope in self.ropes)
 
     @property
     def turned_dim(self) -> int:
-        """Components of a head that positions turn, in the layers where they do."""
+        """Number of rotated components of a head, in the first layer with RoPE."""
         return next((rope.dim for rope in self.ropes if rope), 0)
 
 
 def fix_context(config: DecoderConfig, longest: int) -> DecoderConfig:
     """Return the configuration for sequences of at most `longest` tokens.
 
-    Longrope then has the factors for that length in every sequence (`rope.fix_length`).
+    Longrope then uses the factors of that length in all sequences (`rope.fix_length`).
 
     Raises:
-        ValueError: for more tokens than the model was trained for.
+        ValueError: if `longest` is not in 1..`max_context_length`.
     """
     if not 1 <= longest <= config.max_context_length:
         raise ValueError(
@@ -311,8 +328,8 @@ def read_config(folder: str | Path) -> DecoderConfig:
     """Read the config.json (and generation_config.json) of a checkpoint folder.
 
     Raises:
-        FileNotFoundError: when there is no config.json.
-        ValueError: when it asks for something that this model does not compute.
+        FileNotFoundError: if there is no config.json.
+        ValueError: for settings that are invalid or not supported.
     """
     path = find_folder(folder) / "config.json"
     if not path.is_file():
@@ -322,7 +339,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
         )
     config = parse_config(read_json(path))
 
-    # Chat models name further stop tokens beside their config.
+    # Chat models list further stop tokens in generation_config.json.
     generation = path.with_name("generation_config.json")
     stop: tuple[int, ...] = ()
     if generation.is_file():
@@ -332,7 +349,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def _find_end(folder: Path) -> tuple[int, ...]:
-    """Return the id of the token that the tokenizer ends texts with, if any."""
+    """Return the tokenizer's end-of-sequence id in a tuple; empty without one."""
     settings = read_tokenizer_settings(folder)
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, Mapping) else token
@@ -355,16 +372,16 @@ def _find_end(folder: Path) -> tuple[int, ...]:
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Turn the contents of a config.json into a ``DecoderConfig``.
+    """Convert the contents of a config.json to a ``DecoderConfig``.
 
     Raises:
-        ValueError: when it asks for something that this model does not compute.
+        ValueError: for settings that are invalid or not supported.
     """
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
     settings = Settings(raw, find_defaults(model_type), row.aliases)
-    # A list of layers tells their number as well.
+    # The list of layers also gives their number.
     listed = settings.get("layer_types")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
     head_dim = _read_head_dim(settings)
@@ -397,7 +414,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         quantization=read_quantization(settings),
     )
     if "intermediate_size" not in fields:
-        # Models with experts in all layers name no other size.
+        # Models with experts in all layers may lack the MLP's size.
         general["intermediate_size"] = settings.count(
             "intermediate_size", settings.get("moe_intermediate_size")
         )
@@ -424,7 +441,7 @@ def _read_kv_heads(settings: Settings) -> int:
 
 
 def _read_biases(settings: Settings, row: Architecture) -> dict[str, Any]:
-    """Return which projections have biases."""
+    """Return the fields for biases of the projections."""
     has_bias, has_mlp_bias = settings.flag("attention_bias"), settings.flag("mlp_bias")
     if has_mlp_bias and row.biases != "configured":
         raise ValueError("config.json: mlp_bias is not supported for this architecture")
@@ -451,7 +468,7 @@ def _read_activation(settings: Settings) -> str:
 
 
 def _read_dtype(settings: Settings) -> str:
-    """Return the name of the weights' type; float32 when none is named."""
+    """Return the name of the weights' dtype; the default is float32."""
     value = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     if not isinstance(value, str):
         raise ValueError(f"config.json: 'dtype' must be a name, got {value!r}")
@@ -459,10 +476,9 @@ def _read_dtype(settings: Settings) -> str:
 
 
 def find_defaults(model_type: str) -> dict[str, Any]:
-    """Return transformers' values for keys that a config.json leaves out.
+    """Return transformers' defaults for keys missing from a config.json.
 
-    jkv's ``FAMILIES`` has the ones that decide the size of a cache, ``ARCHITECTURES``
-    the others.
+    jkv's ``FAMILIES`` holds defaults of the cache's size, ``ARCHITECTURES`` the others.
     """
     family = FAMILIES.get(model_type, Family())
     context = family.sizes and {"max_position_embeddings": family.sizes.context}
@@ -470,7 +486,7 @@ def find_defaults(model_type: str) -> dict[str, Any]:
 
 
 def _supported_model_type(raw: Mapping[str, Any]) -> str:
-    """Return the model type, or reject one that this model does not compute."""
+    """Return the model type; raise ValueError if it is not supported."""
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type in REFUSED:
         raise ValueError(
