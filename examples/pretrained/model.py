@@ -3,14 +3,14 @@
 Symbols: `R` token rows in the batch, `E` hidden size, `H` query heads, `K` key-value
 heads, `D` head dim, `V` vocabulary, `L` layers, `B` requests.
 
-Each layer has arrays of its own, for a step of few rows takes as long as reading them
-does. Programs of many layers are fast to compile with one of two fields of
-``DecoderConfig``, by which layers alike share one loop. With ``scan_layers`` it reads
-them out of a stack: a copy of each, which doubles the time of such a step, but with a
-derivative. With ``loop_layers`` each matrix is read where it lies, by a branch of its
-own (`layers.Layers`): as fast as one by one on a CPU. On a GPU a branch waits for the
-host. The carry of the loop holds the cache: as a carry its arrays are written in index,
-while as scanned inputs and outputs the whole pool would be copied on every call.
+Each layer has arrays of its own, since a step of few rows takes as long as reading
+them. Two fields of ``DecoderConfig`` make deep models faster to compile: equal layers
+share one loop. With ``scan_layers`` the loop copies each layer's weights out of a
+stack, which doubles the time of such a step, but is fast to differentiate. With
+``loop_layers`` each matrix has a branch of its own, which reads it in place
+(`layers.Layers`): as fast as separate layers on a CPU; on a GPU a branch waits for the
+host. The cache is carried by the loop, which updates it in place; as scanned inputs and
+outputs the whole pool would be copied in every call.
 """
 
 import dataclasses
@@ -43,35 +43,36 @@ from .layers import (
 from .mixers import MIXERS
 from .rope import turns
 
-# In place of a given row, for Gemma 4's inputs of each layer.
+# Id of given rows in the lookup of embeddings and of Gemma 4's per-layer embeddings.
 PADDING = 0
 
-# A window that no position reaches, for full layers between windowed ones.
+# A window beyond all positions: full attention in a scan with sliding windows.
 NO_WINDOW = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A model: its static settings, called with its parameters.
+    """A model: static settings, called with parameters.
 
-    Hashable and without arrays, so jit can close over it or take it as static.
+    Hashable and without arrays, so that jit can close over it or take it as a static
+    argument.
     """
 
     config: DecoderConfig
 
     @property
     def cache_fields(self) -> dict[str, int]:
-        """The fields of ``jkv.CacheConfig`` that a model without states decides."""
+        """Fields of ``jkv.CacheConfig`` for a model without recurrent states."""
         return attention_fields(self.config, self.config.num_cached_layers)
 
     def cache_config(
         self, max_context_length: int, **sizes: Any
     ) -> jkv.CacheConfig | jkv.GroupedConfig:
-        """Return the configuration for ``jkv.init``, with or without states.
+        """Return the configuration for ``jkv.init``, including recurrent states.
 
         Args:
-            max_context_length: most tokens of a sequence.
-            **sizes: of ``caches.choose_config``.
+            max_context_length: maximum tokens of a sequence.
+            **sizes: keyword arguments of ``caches.choose_config``.
         """
         return choose_config(self.config, max_context_length, **sizes)
 
@@ -85,29 +86,29 @@ class Decoder:
         all_rows: bool = False,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jkv.Cache] | tuple[jax.Array, jkv.Cache, jax.Array]:
-        """Run the tokens of a batch through the model, storing their keys and values.
+        """Compute logits of a batch of tokens, and write their keys and values.
 
         The caller has appended the rows to the cache (``jkv.append``) and commits the
         batch afterwards. Activations have the parameters' dtype.
 
         Args:
-            params: the parameters from ``load``. With "given_rows", [N, E], the ids
-                from `V` on are these rows in place of embeddings, as of an image.
-            tokens: i32[R], packed as the batch's rows are; invalid rows may hold
-                anything. Other ids outside the vocabulary make their sequence NaN.
-            cache: the cache that ``append`` returned.
-            batch: the batch that ``append`` returned.
-            all_rows: return logits for every row, not for each request's last.
-            aux_layers: layers whose inputs a drafter needs; the number of layers stands
-                for the output of the final norm.
+            params: the parameters from ``load``. Optional "given_rows", [N, E], replace
+                the embeddings of ids `V` to `V + N - 1`, for example by image features.
+            tokens: i32[R], packed like the batch's rows; invalid rows are ignored.
+                Other ids outside the vocabulary make their sequence NaN.
+            cache: the cache from ``append``.
+            batch: the batch from ``append``.
+            all_rows: return logits of every row, instead of each request's last row.
+            aux_layers: layers to return the inputs of, for a drafter; the number of
+                layers selects the output of the final norm.
 
         Returns:
             f32[B, V] logits (zeros for a request without rows) or, with ``all_rows``,
-            f32[R, V]; the cache with the rows written; and, with ``aux_layers``, their
-            inputs side by side, [R, A].
+            f32[R, V]; the cache with the written rows; and, with ``aux_layers``, the
+            concatenated inputs, [R, A].
 
         Raises:
-            jkv.UsageError: for layers that the model does not have.
+            jkv.UsageError: if `aux_layers` are not in 0..`num_layers`.
         """
         config = self.config
         if any(not 0 <= layer <= config.num_layers for layer in aux_layers):
@@ -132,7 +133,7 @@ class Decoder:
         if config.num_layers in aux_layers:
             found[config.num_layers] = norm(config, hidden, params, "final_norm")
         if not all_rows:
-            # Requests without rows point past the end: filled with zeros.
+            # The last row of a request without rows is past the end: zeros.
             hidden = jnp.take(
                 hidden, batch.last_rows, axis=0, mode="fill", fill_value=0
             )
@@ -152,23 +153,23 @@ class Decoder:
         layer_inputs: jax.Array | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jkv.Cache, dict[int, jax.Array]]:
-        """Send rows [R, E] through the layers.
+        """Run hidden states [R, E] through the layers.
 
         Args:
             params: the parameters.
-            hidden: [R, E].
+            hidden: [R, E], inputs of the first layer.
             cache: the cache.
             batch: the batch.
-            layer_inputs: [L, R, P], of models with inputs of each layer.
-            aux_layers: layers whose inputs are returned.
+            layer_inputs: [L, R, P], per-layer embeddings; None for models without them.
+            aux_layers: layers to return the inputs of.
 
         Returns:
-            [R, E], the cache, and by layer the inputs, [R, E].
+            [R, E], the cache, and the inputs of layers, [R, E], by layer.
         """
         config = self.config
         all_turns = stack_turns(config, batch)
         found: dict[int, jax.Array] = {}
-        # The routers' state in the layer before, of models with such routers.
+        # The state of the previous layer's router, in models with MLP routers.
         routed: jax.Array | None = None
         runs = _join_runs(config, params["layers"])
         for run, weights in _cut_runs(runs, aux_layers):
@@ -188,7 +189,7 @@ class Decoder:
 
 
 def find_logits(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Return f32[..., V], logits of normed rows [..., E]."""
+    """Return the logits, f32[R, V], of normed hidden states [R, E]."""
     head = params["embedding" if config.tied else "head"]
     logits = multiply(hidden, head, jnp.float32)
     if config.has_head_bias:
@@ -199,7 +200,7 @@ def find_logits(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax
 def _embed_rows(
     config: DecoderConfig, params: Params, tokens: jax.Array, batch: jkv.Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ids of the vocabulary, i32[R], and the first layer's rows, [R, E]."""
+    """Return ids in the vocabulary, i32[R], and the first layer's inputs, [R, E]."""
     given, number = params.get("given_rows"), tokens - config.vocab_size
     is_given = None
     if given is not None:
@@ -218,9 +219,9 @@ def _embed_rows(
 def _join_runs(
     config: DecoderConfig, layers: Sequence[Weights]
 ) -> list[tuple[Run, Weights | Layers]]:
-    """Return the runs with their arrays; equal ones joined where a loop goes through.
+    """Return the runs with their arrays; with ``loop_layers``, join equal runs.
 
-    Experts are read out of a stack.
+    Runs with experts stay apart, since experts are read out of a stack.
     """
     pairs = list(zip(config.runs, layers, strict=True))
     if not config.has_loops:
@@ -248,7 +249,7 @@ def _join_runs(
 def _cut_runs(
     runs: list[tuple[Run, Weights | Layers]], layers: tuple[int, ...]
 ) -> list[tuple[Run, Weights | Layers]]:
-    """Return the runs, cut so that each of some layers begins one."""
+    """Split runs so that each layer of `layers` is the first of one."""
     parts: list[tuple[Run, Weights | Layers]] = []
     for run, weights in runs:
         inside = sorted({i for i in layers if run.start < i < run.stop})
@@ -277,11 +278,11 @@ def _run_layers(
     batch: jkv.Batch,
     routed: jax.Array | None,
 ) -> tuple[jax.Array, jkv.Cache, jax.Array | None]:
-    """Send rows through neighbouring layers with the same parameters."""
+    """Run hidden states through the layers of one run."""
     experts: Weights = {}
     others = weights
     if not isinstance(weights, Layers):
-        # A scan hands each layer a copy of its weights. Experts are many, few are used.
+        # A scan copies each layer's weights. A step uses few of many experts.
         experts = {n: w for n, w in weights.items() if n.startswith("expert_")}
         others = {n: w for n, w in weights.items() if n not in experts}
 
@@ -329,14 +330,14 @@ def _run_layers(
 
 
 def _norm_input(config, hidden, weights, name):
-    """Return the input of a part: the rows, normed."""
+    """Return the normed input of attention or the MLP."""
     if config.has_residual_scales:
         hidden = hidden.astype(weights[name].dtype)
     return norm(config, hidden, weights, name)
 
 
 def _add(config, weights, hidden, mixed, part):
-    """Return the sum of rows [R, E] and the output of a part of the layer."""
+    """Add the output of attention or the MLP to the residual, [R, E]."""
     if not config.has_residual_scales:
         return hidden + mixed * config.residual_scale
     kept = _scale_rows(weights, f"{part}_kept", hidden)
@@ -353,14 +354,14 @@ def _scale_rows(weights, name, rows):
 
 
 def _mix(config, run, weights, x, turns, cache, number, batch, window):
-    """Return the sum of a layer's mixers for rows [R, E], and the cache."""
+    """Return the sum of a layer's token mixers, [R, E], and the cache."""
     parts, projected = [], None
     mixers = [MIXERS[name] for name in run.state_mixers]
     for mixer in mixers:
         if mixer.feeds_attention:
             fold = functools.partial(jkv.fold_state, cache, number, batch)
             projected, cache = mixer.apply(config, weights, x, fold)
-    # Layers that attend to others' keys run one by one: their numbers are known.
+    # Layers with shared keys run one by one, so that their index is static.
     of_keys = config.key_layers[number] if config.key_layers else number
     if run.has_attention:
         if config.query_heads:
@@ -389,7 +390,7 @@ def _mix(config, run, weights, x, turns, cache, number, batch, window):
 
 
 def _run_alone(config, run, index, run_layer, carry, weights):
-    """Run one layer of a run, outside of any scan."""
+    """Run one layer of a run, outside a scan."""
     number, layer = run.start + index, _pick(weights, index)
     window, kind = config.windows[number], config.turn_kinds[number]
     return run_layer(carry, index, number, layer, window, kind)
@@ -403,7 +404,7 @@ def _pick(weights: Weights | Layers, index: Any) -> Weights:
 
 
 def _scan_layers(config, run, run_layer, carry, weights):
-    """Run layers one by one; windows and turns are scanned over where they differ."""
+    """Scan over layers, and over their windows and ropes if these differ."""
 
     def step(counted, layer):
         (index, carry), (stacked, window, kind) = counted, layer
@@ -419,17 +420,17 @@ def _scan_layers(config, run, run_layer, carry, weights):
         _differing(windows[run.start : run.stop]),
         _differing(config.turn_kinds[run.start : run.stop]),
     )
-    # Counted in the carry: a number out of an array is one launch more on a GPU.
+    # The index is carried: reading it from a scanned array is one more GPU launch.
     first, length = jnp.int32(0), run.stop - run.start
     (_, carry), _ = jax.lax.scan(step, (first, carry), layers, length)
     return carry
 
 
 def _scan_periods(config, run, run_layer, carry, weights):
-    """Run layers of a grouped cache, which need each layer's window statically.
+    """Run layers of a grouped cache, which needs each layer's window statically.
 
-    A step goes through as many layers as their windows take to repeat; the layers left
-    at the end follow one by one.
+    A step of the scan runs one period of the windows; the remaining layers run one by
+    one.
     """
     windows, num_layers = config.windows, run.stop - run.start
     period = next(
@@ -451,7 +452,7 @@ def _scan_periods(config, run, run_layer, carry, weights):
             carry = run_layer(carry, index, number, layer, window, kind)
         return carry, None
 
-    # A scan of no steps would be traced too, with the windows of other layers.
+    # A scan of zero steps would be traced too, with the windows of other layers.
     if num_steps:
         carry, _ = jax.lax.scan(step, carry, jnp.arange(num_steps, dtype=jnp.int32))
     for index in range(num_steps * period, num_layers):
@@ -460,14 +461,14 @@ def _scan_periods(config, run, run_layer, carry, weights):
 
 
 def stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
-    """Return the rotations of kinds of layers, f32[kinds, R, 1, turned dim / 2] each.
+    """Return cosine and sine of each different rope, f32[ropes, R, 1, dim / 2] each.
 
-    Where kinds turn dims of other sizes, which run one by one, they are tuples.
+    Tuples over ropes if these rotate different dims; such layers run one by one.
     """
-    # The last request that starts at a row or before owns it.
+    # A row belongs to the last request that starts at or before it.
     rows = jnp.arange(batch.num_rows, dtype=jnp.int32)
     owner = jnp.searchsorted(batch.query_starts, rows, side="right") - 1
-    # Of the sequence with the tokens that a prune dropped, which slots do not count.
+    # Lengths from positions, which count tokens dropped by `prune`; slots do not.
     last = jnp.clip(batch.query_starts + batch.query_lengths - 1, 0, len(rows) - 1)
     lengths = batch.positions[last][owner] + 1
     pairs = [
@@ -481,5 +482,5 @@ def stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
 
 
 def _differing(numbers: Sequence[int]) -> jax.Array | None:
-    """Return numbers of layers to scan over, i32[L], or None when all are alike."""
+    """Return one number per layer to scan over, i32[L]; None if all are equal."""
     return None if len(set(numbers)) == 1 else jnp.asarray(numbers, jnp.int32)
