@@ -1,4 +1,4 @@
-"""A row of the table of architectures."""
+"""Definition of a row in the table of architectures."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,24 +9,24 @@ from .settings import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The common properties of the checkpoints of a model type.
+    """Properties of a model type, shared by all of its checkpoints.
 
-    defaults: its transformers class's values for keys that config.json leaves out.
-    aliases: how its files call keys that others have by the name given first.
-    choices: fields of `DecoderConfig` that are the same in all of its checkpoints.
-    read: returns the fields that follow from keys of its own.
-    tensors: names of tensors that differ from Llama's, by parameter. Two parameters
-        with one name are parts of that tensor.
-    prefix: how names of tensors begin, but for that of the head.
-    fused_experts: of experts in one tensor, whether it is [experts, in, out] with
-        matching "columns" alternating, or it is [experts, out, in] and one lies below
-        the other in the "rows".
-    ignored: how names of tensors begin that are not read: multi-token prediction
-      layers.
-    has_windows: whether layers may have the window that config.json speaks of.
-    biases: of the projections: as config.json requests, those of queries, keys and
-        values, or none.
-    can_turn_partly: whether positions may turn a part of each head only.
+    defaults: defaults of its transformers class for keys missing from config.json.
+    aliases: its own names of config.json keys, by the common name.
+    choices: fields of `DecoderConfig` with one value in all of its checkpoints.
+    read: returns the fields that depend on keys of its own.
+    tensors: tensor names that differ from Llama's, by parameter. Parameters with the
+        same name are parts of one tensor.
+    prefix: prefix of tensor names, except the head's.
+    fused_experts: layout of expert matrices in one tensor: "columns" is
+        [experts, in, out] with alternating columns of each, "rows" is
+        [experts, out, in] with the rows of one after the other.
+    ignored: name prefixes of tensors that are not read, such as multi-token prediction
+        layers.
+    has_windows: True if layers may have the sliding window of config.json.
+    biases: biases of the projections: as "configured" by config.json, of queries, keys
+        and values ("qkv"), or "none".
+    can_turn_partly: True if RoPE may rotate a part of each head only.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The sizes of a layer's parts that not every model has."""
+"""Sizes of optional parts of a layer."""
 
 import dataclasses
 from typing import Literal
@@ -6,33 +6,34 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Perceptrons, a few of them used by each token.
+    """Mixture of experts (MoE): each token uses its top-k of many MLPs.
 
-    count: int, experts of a layer.
-    per_token: int, how many a token is sent to.
-    inner: int, hidden units of each.
-    latent: int, numbers of a token that experts see and return; None for the hidden
-        size.
-    router_inner: int, hidden units of a router that is a perceptron, and sees its state
-        in the layer before (`routers.py`); None for a matrix.
-    shared_inner: int, of the perceptron that every token uses as well; 0 for none.
-    shared_scale: float, multiplies that perceptron's output.
-    has_shared_gate: the output is weighed, by a sigmoid of the token.
-    has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
-    has_choice_bias: softmaxes are chosen with a learnt bias too.
-    is_unbiased: sigmoids are chosen without that bias.
-    score_cap: float, bound of the scores before the sigmoid or softmax; None for none.
-    jitter: float, of Phi's sparse mixer: an expert's weight is its part in a softmax
-        over the experts at most this far below it, relatively; None for one over all.
-    is_normalised: the weights of a token's experts add up to one.
-    epsilon: float, added to the sum that they are divided by.
-    least_sum: float, their divisor at least.
-    scale: float, multiplies the weights.
-    groups, groups_per_token: ints; a token's experts are all from that many groups.
-    has_biases: the router and the experts add biases.
-    has_own_norms: experts and router take the input of the perceptron's norm, by norms
-        of their own, and both outputs are normed before they are added; an expert's
-        weight is multiplied by a learnt number (Gemma 4).
+    count: int, number of experts of a layer.
+    per_token: int, experts per token, the router's top-k.
+    inner: int, hidden units of an expert.
+    latent: int, width of the experts' inputs and outputs; None: the hidden size.
+    router_inner: int, hidden units of an MLP router, with a state from the previous
+        layer (`routers.py`); None: a linear router.
+    shared_inner: int, hidden units of the shared expert, which every token uses; 0: no
+        shared expert.
+    shared_scale: float, factor of the shared expert's output.
+    has_shared_gate: sigmoid gate on the shared expert's output, one per token.
+    has_sigmoid: router scores are sigmoids with a learnt selection bias, instead of
+        softmaxes.
+    has_choice_bias: softmaxes have a selection bias, too.
+    is_unbiased: sigmoids have no selection bias.
+    score_cap: float, tanh bound of the router logits; None: no bound.
+    jitter: float, for Phi's SparseMixer: an expert's weight is its softmax among the
+        experts within a relative distance of 2 * jitter; None: among all.
+    is_normalised: the weights of a token's experts are divided by their sum.
+    epsilon: float, added to that sum.
+    least_sum: float, minimum of the divisor.
+    scale: float, factor of the weights.
+    groups, groups_per_token: ints, expert groups, and groups that a token may use.
+    has_biases: biases of the router and the experts.
+    has_own_norms: for Gemma 4: experts and router norm the MLP's unnormed input
+        themselves, the outputs of experts and MLP are normed before they are added, and
+        an expert's weight has a learnt factor.
     """
 
     count: int
@@ -59,11 +60,11 @@ class Experts:
 
     @property
     def is_biased(self) -> bool:
-        """True if a learnt bias takes part in the choice of experts."""
+        """True if a learnt bias is added to select experts."""
         return self.has_choice_bias or (self.has_sigmoid and not self.is_unbiased)
 
     def __post_init__(self) -> None:
-        """Reject a choice of experts that is impossible."""
+        """Raise ValueError for groups or a top-k that the experts do not allow."""
         if self.count % self.groups or self.groups_per_token > self.groups:
             raise ValueError(
                 f"config.json: {self.count} experts cannot be split into {self.groups} "
@@ -78,11 +79,11 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputGate:
-    """Weights of attention's output, projected from the layer's input.
+    """Gate on attention's output, projected from the layer's input.
 
-    of_heads: one weight for each head, not one for each component.
-    function: turns the projection into the weight.
-    is_beside_queries: the rows of each head follow those of its query in one tensor.
+    of_heads: one gate per head, instead of one per component.
+    function: activation of the projection.
+    is_beside_queries: a head's gate rows follow its query rows in one tensor.
     """
 
     of_heads: bool = False
@@ -92,10 +93,10 @@ class OutputGate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """Inputs of every layer about a token, as in Gemma 4's small models.
+    """Per-layer embeddings, as in Gemma 4's small models.
 
-    vocab_size: int, tokens that have an embedding for each layer.
-    dim: int, components of a layer's input.
+    vocab_size: int, number of tokens with per-layer embeddings.
+    dim: int, components of an embedding for one layer.
     """
 
     vocab_size: int
@@ -104,11 +105,11 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Attention with one small vector as the keys and values of all heads.
+    """Multi-head latent attention (MLA): heads share a vector of keys and values.
 
-    rank: int, components of that vector, from which each head's key and value follow.
-    query_rank: int, components that queries are squeezed to; None if they are not.
-    plain_dim, turned_dim: ints, components of a query without and with position.
+    rank: int, components of the latent vector, projected to each head's key and value.
+    query_rank: int, rank of the query projection; None: full rank.
+    plain_dim, turned_dim: ints, query components without and with rotary embedding.
     value_dim: int, components of a head's value.
     """
 
@@ -121,18 +122,17 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateSpace:
-    """A mixer of Mamba 2.
+    """A Mamba 2 mixer.
 
     num_heads, head_dim: ints, `H` and `P` of `mixers/state_space.py`.
     num_groups, state_dim: ints, `G` and `N`.
-    width: int, tokens that the convolution before it sees, itself counted.
-    step_limits: floats, the least and the largest step of a token.
-    has_bias, has_taps_bias, has_output_bias: biases of the first projection, of the
-        convolution, and of the last projection.
-    norm: whether heads are normed, by groups, "before" or "after" they are gated; None
-        if they are not.
-    scales: floats that multiply gates, values, keys, queries and steps.
-    input_scale, output_scale: floats that multiply the input and the output.
+    width: int, kernel size of the convolution, including the token itself.
+    step_limits: floats, minimum and maximum of a token's step.
+    has_bias, has_taps_bias, has_output_bias: biases of the input projection, of the
+        convolution and of the output projection.
+    norm: RMSNorm by groups, "before" or "after" the gate; None: no norm.
+    scales: floats, factors of gates, values, keys, queries and steps.
+    input_scale, output_scale: floats, factors of the input and the output.
     """
 
     num_heads: int
@@ -150,7 +150,7 @@ class StateSpace:
     output_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Reject heads that cannot share their groups."""
+        """Raise ValueError if the heads are not divisible by the groups."""
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"config.json: {self.num_heads} heads cannot share {self.num_groups} "
@@ -160,10 +160,10 @@ class StateSpace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A mixer that convolves the last tokens, between two gates.
+    """A short causal convolution between two gates (LFM2).
 
-    width: int, tokens that it sees, itself counted.
-    has_bias: the projections and the convolution have biases.
+    width: int, kernel size, including the token itself.
+    has_bias: biases of the projections and the convolution.
     """
 
     width: int
@@ -172,9 +172,9 @@ class Convolution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvolvedHeads:
-    """Queries and keys that are convolved twice, of channels and of heads.
+    """Queries and keys after two convolutions, per channel and per head.
 
-    widths: ints, tokens that each convolution sees, the token itself counted.
+    widths: ints, kernel sizes of both, including the token itself.
     """
 
     widths: tuple[int, int]
@@ -182,19 +182,19 @@ class ConvolvedHeads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """Layers with a matrix of each head as the state, corrected by every token.
+    """Gated delta rule: a matrix per head is the state, and every token corrects it.
 
-    num_key_heads, num_heads: ints; a key head serves neighbouring heads of the state.
+    num_key_heads, num_heads: ints; adjacent heads of the state share a key head.
     key_dim, value_dim: ints, components of a head's key and value.
-    width: int, tokens that the convolution before it sees, itself counted.
-    gates: int, components of the rank that gates are squeezed to; None if they are not.
-    forgets_by_channel: each channel of a key forgets by itself, else each head.
-    least_decay: float below 0, bound of the logarithms of a token's decays; None for no
-        bound.
-    strength: float, the most that a token corrects: 2 lets it turn the old value over.
-    norm_epsilon: float, of the norm behind it.
-    gate: the function of the gate that multiplies the normed output.
-    is_grouped: the projections of a key head and its heads lie together in a tensor.
+    width: int, kernel size of the convolution, including the token itself.
+    gates: int, rank of the projections of gates and decays; None: full rank.
+    forgets_by_channel: one decay per channel of a key, instead of one per head.
+    least_decay: float below 0, minimum of a token's log decays; None: no bound.
+    strength: float, maximum of a token's correction; 2 allows the old value to change
+        its sign.
+    norm_epsilon: float, of the norm of the output.
+    gate: activation of the gate on the normed output.
+    is_grouped: one tensor has the projections of a key head and its heads together.
     """
 
     num_key_heads: int
@@ -211,7 +211,7 @@ class DeltaRule:
     is_grouped: bool = False
 
     def __post_init__(self) -> None:
-        """Reject heads that cannot be shared."""
+        """Raise ValueError if the heads are not divisible by the key heads."""
         if self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"config.json: {self.num_heads} value heads of linear attention cannot "

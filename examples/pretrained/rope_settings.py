@@ -1,7 +1,7 @@
-"""Settings of rotary positions in a config.json, in its old or its new form.
+"""RoPE settings of a config.json, in the format before or since transformers 5.
 
-Before transformers 5: ``rope_theta`` at the top, ``rope_scaling`` (null or a dict that
-names its kind as ``rope_type`` or ``type``). Since: all in ``rope_parameters``.
+Before: ``rope_theta`` at the top level, and ``rope_scaling``, null or a dict with its
+kind under ``rope_type`` or ``type``. Since: all settings in ``rope_parameters``.
 """
 
 import math
@@ -11,13 +11,13 @@ from typing import Any
 from .rope import SCALINGS, Rope
 from .settings import Settings, is_int, is_number
 
-# Names that longrope had in early checkpoints of Phi-3.
+# The name of longrope in early checkpoints of Phi-3.
 OLD_NAMES = {"su": "longrope"}
 KINDS = "full_attention", "sliding_attention"
 
 
 def rope_parameters(settings: Settings) -> Mapping[str, Any]:
-    """Return the dict of the old or the new form; empty when there is none."""
+    """Return the dict of either format; empty without one."""
     found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"config.json: RoPE settings must be a dict: {found!r}")
@@ -27,14 +27,14 @@ def rope_parameters(settings: Settings) -> Mapping[str, Any]:
 def pair_rope_parameters(
     settings: Settings, full: Mapping[str, Any], windowed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ropes of layers without and with a window, read as in transformers.
+    """Return RoPE settings of full attention and sliding window layers.
 
-    A ``rope_scaling`` for all belongs to layers without a window. A ``rope_parameters``
-    that does not name kinds of layers says nothing of either.
+    As in transformers: a ``rope_scaling`` without kinds of layers applies to full
+    attention only, and a ``rope_parameters`` without kinds is ignored.
 
     Args:
         settings: the config.json.
-        full, windowed: defaults where it says nothing.
+        full, windowed: default settings of both kinds.
     """
     of_kinds = [{**full}, {**windowed}]
     for name in ("rope_parameters", "rope_scaling"):
@@ -52,14 +52,14 @@ def pair_rope_parameters(
 def list_rope_parameters(
     settings: Settings, usual: Mapping[str, Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the RoPE settings of each kind of layer, which a file gives for all.
+    """Return the RoPE settings of each kind of layer, in the order of `usual`.
 
     Args:
         settings: the config.json.
-        usual: by kind, the settings of a file without any.
+        usual: by kind, default settings of a file without any.
 
     Raises:
-        ValueError: when a kind's settings are missing.
+        ValueError: if the file has settings, but not of every kind.
     """
     given = rope_parameters(settings) or usual
     missing = [kind for kind in usual if not isinstance(given.get(kind), Mapping)]
@@ -78,16 +78,16 @@ def read_rope(
     *,
     can_be_partial: bool = False,
 ) -> Rope:
-    """Read how positions turn `dim` components of queries and keys.
+    """Read the rotary embedding of heads with `dim` components.
 
     Args:
         settings: the config.json.
-        dim: components of a head, before a part of them is left alone.
-        parameters: used instead of the result of `rope_parameters`.
-        can_be_partial: whether the architecture may leave a part alone.
+        dim: components of a head, before ``partial_rotary_factor`` is applied.
+        parameters: RoPE settings to use instead of `rope_parameters`.
+        can_be_partial: True if the architecture may rotate a part of each head.
 
     Raises:
-        ValueError: for a kind of scaling not computed here, or a missing number.
+        ValueError: for an unsupported scaling, or a missing or invalid number.
     """
     given = rope_parameters(settings) if parameters is None else parameters
     if any(isinstance(value, Mapping) for value in given.values()):
@@ -121,14 +121,14 @@ def read_rope(
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return yarn's scale of queries and keys, for a slow-down by `factor`."""
+    """Return yarn's scale of queries and keys, for frequencies divided by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _read_dim(
     settings: Settings, given: Mapping[str, Any], dim: int, can_be_partial: bool
 ) -> int:
-    """Return how many components are turned."""
+    """Return the number of rotated components."""
     part = given.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
     part = 1.0 if part is None else part
     if part != 1.0 and not can_be_partial:
@@ -155,7 +155,7 @@ def _number(given: Mapping[str, Any], key: str, default: Any = None) -> float:
 
 
 def _original_context(settings: Settings, given: Mapping[str, Any]) -> int:
-    """Return the length before scaling, from where transformers looks for it."""
+    """Return the context length before scaling, looked up as in transformers."""
     key = "original_max_position_embeddings"
     found = settings.get(key) or given.get(key)
     found = settings.get("max_position_embeddings") if found is None else found
@@ -194,7 +194,7 @@ def _read_yarn(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
     factor = _number(given, "factor", longest / original)
     magnitude = yarn_magnitude(factor)
     if given.get("mscale") and given.get("mscale_all_dim"):
-        # DeepSeek's: the second one is in the scores' scale already.
+        # DeepSeek: the scale of the scores already includes `mscale_all_dim`.
         magnitude = yarn_magnitude(factor, _number(given, "mscale"))
         magnitude /= yarn_magnitude(factor, _number(given, "mscale_all_dim"))
     return dict(

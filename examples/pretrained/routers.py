@@ -1,6 +1,6 @@
 """MLP routers with a state that is passed from layer to layer.
 
-The last class means no expert: its rows get zeros.
+The last class is no expert: its rows get zeros.
 """
 
 import jax
@@ -13,17 +13,17 @@ from .layers import Weights, linear, norm
 def route_by_perceptron(
     config: DecoderConfig, weights: Weights, x: jax.Array, previous: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose each row's experts.
+    """Select each row's top-k experts with an MLP.
 
     Args:
         config: the model's configuration.
-        weights: of the layer.
+        weights: the layer's parameters.
         x: [R, E].
-        previous: [R, N], the state of the previous layer; None in the first one.
+        previous: [R, N], the router's state in the previous layer; None in the first.
 
     Returns:
-        The experts i32[R, C], with the number of experts for none; their weights
-        f32[R, C]; and the state [R, N].
+        The experts, i32[R, C], with the number of experts for no expert; their
+        weights, f32[R, C]; and the state, [R, N].
     """
     state = linear(x, weights, "router_down")
     if previous is not None:

@@ -1,4 +1,4 @@
-"""The tensor of a checkpoint for each parameter, and its required shape.
+"""Checkpoint tensors of each parameter, and their required shapes.
 
 Parameters are a dict: ``embedding [V, E]``, ``final_norm [E]``, ``head [V, E]`` unless
 tied, and ``layers``, for each of `DecoderConfig.runs` a dict of arrays stacked over its
@@ -16,8 +16,8 @@ from .mixers import MIXERS
 from .parts import Experts, Latent
 from .sources import Shape, Source, list_whole
 
-# Llama's names, and names of parts that it has not: rows of `ARCHITECTURES` change
-# some. {} stands for the number of the expert.
+# Default names, those of Llama for its parts; rows of `ARCHITECTURES` override some.
+# {} is replaced by the expert's number.
 NAMES = {
     "embedding": "embed_tokens.weight",
     "final_norm": "norm.weight",
@@ -63,7 +63,7 @@ NAMES = {
 
 
 def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
-    """Return, per parameter of a layer of the run, where it comes from."""
+    """Return the source of each parameter of a layer of the run."""
     table = _norms(config, run)
     if run.has_attention:
         if config.latent:
@@ -99,7 +99,7 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
 
 
 def model_tensors(config: DecoderConfig) -> dict[str, Source]:
-    """Return the same for the parameters outside the layers."""
+    """Return the source of each parameter outside the layers."""
     matrix, vector = (config.vocab_size, config.hidden_size), (config.hidden_size,)
     row = ARCHITECTURES[config.architecture]
     names = NAMES | row.tensors
@@ -163,7 +163,7 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
     if config.has_output_bias:
         table |= list_whole(output_bias=(hidden,))
     if config.convolved_heads:
-        # Its mixer has the other projections.
+        # The mixer lists the other projections.
         return {n: each for n, each in table.items() if n.startswith("output")}
     if config.qk_norm == "all":
         table |= list_whole(query_norm=(heads,), key_norm=(kv_heads,))
@@ -172,7 +172,7 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
     elif config.qk_norm and config.qk_norm != "unit":
         table |= list_whole(query_norm=(dim,), key_norm=(dim,))
     if config.key_layers and config.key_layers[layer] != layer:
-        # It attends to the keys and values of an earlier layer.
+        # The layer uses the keys and values of an earlier one.
         names = ("key", "value", "key_bias", "value_bias", "key_norm")
         table = {name: each for name, each in table.items() if name not in names}
     elif config.values_of_keys and config.values_of_keys[layer]:
@@ -200,7 +200,7 @@ def _residual_scales(config: DecoderConfig) -> dict[str, Source]:
 
 
 def _gated_queries(config: DecoderConfig) -> dict[str, Source]:
-    """Return queries and gates: of each head first the rows of one, then the other."""
+    """Return queries and gates; one tensor has each head's rows of both in turn."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
 
     def take(half: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -236,7 +236,7 @@ def _latent(config: DecoderConfig, latent: Latent) -> dict[str, Source]:
             query_up=(heads * query_dim, latent.query_rank),
         )
 
-    # Each head's rows: first the rows of its key, then the rows of its value.
+    # Each head has the rows of its key, then the rows of its value.
     stored = (heads * (latent.plain_dim + latent.value_dim), latent.rank)
 
     def take(part: slice) -> Callable[[np.ndarray], np.ndarray]:
@@ -302,7 +302,7 @@ def _experts(config: DecoderConfig, experts: Experts, layer: int) -> dict[str, S
 
 
 def _router(experts: Experts, hidden: int, layer: int) -> dict[str, Source]:
-    """Return the parameters of a router, which may be a perceptron."""
+    """Return the parameters of a linear or MLP router."""
     count, inner = experts.count, experts.router_inner
     if inner is None:
         table = list_whole(router=(count, hidden))
@@ -326,9 +326,9 @@ def _router(experts: Experts, hidden: int, layer: int) -> dict[str, Source]:
 
 
 def _share(table: dict[str, Source], fused_experts: str) -> dict[str, Source]:
-    """Give parameters with one name their parts of that tensor.
+    """Split tensors shared by several parameters.
 
-    Matrices lie below each other; experts in one tensor as `Architecture` says.
+    Matrices are stacked by rows; fused experts follow `Architecture.fused_experts`.
     """
     shared = dict(table)
     by_name: dict[str, list[str]] = {}
@@ -363,7 +363,7 @@ def _share(table: dict[str, Source], fused_experts: str) -> dict[str, Source]:
 
 
 def _stack_rows(parameters: list[str], sources: list[Source]) -> dict[str, Source]:
-    """Return sources of experts with matrices [out, in] below each other."""
+    """Return sources of fused experts, with [out, in] matrices stacked by rows."""
     rows = np.cumsum([0, *(source.stored[0] for source in sources)])
     return {
         parameter: source._replace(
