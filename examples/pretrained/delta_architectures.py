@@ -1,6 +1,6 @@
-"""The rows of architectures with a gated delta rule.
+"""Architectures with a gated delta rule.
 
-`architectures.py` has the others, and says how to add one.
+`architectures.py` has the others, and describes how to add one.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from . import delta_readings
 from .architecture import Architecture
 from .parts import OutputGate
 
-# Of layers with the gated delta rule, by parameter.
+# Tensor names of layers with the gated delta rule, by parameter.
 DELTA_RULE_TENSORS = {
     "delta_query": "linear_attn.q_proj.weight",
     "delta_key": "linear_attn.k_proj.weight",
@@ -31,7 +31,7 @@ SHARED_EXPERT_TENSORS = {
     for name in ("gate", "up", "down")
 }
 
-# Names of Kimi Linear's sizes, which Ling 3 has too.
+# Kimi Linear's names of sizes, shared by Ling 3.
 KIMI_ALIASES = dict(
     max_position_embeddings="model_max_length",
     n_routed_experts="num_experts",
@@ -41,7 +41,7 @@ KIMI_ALIASES = dict(
     num_experts_per_tok="num_experts_per_token",
 )
 
-# Of Ling 3: names of both kinds of layers begin alike.
+# Ling 3: tensors of both kinds of layers have the same prefix.
 LING3_TENSORS = {
     name: stored.replace("linear_attn.", "attention.")
     for name, stored in DELTA_RULE_TENSORS.items()

@@ -1,4 +1,4 @@
-"""Fields from the config.json of models with states, a function per architecture.
+"""Readers of config.json for models with a gated delta rule.
 
 They return fields of `DecoderConfig`, like the functions of `readings.py`.
 """
@@ -17,7 +17,7 @@ from .settings import Settings, is_number
 
 
 def read_qwen3_next(settings: Settings) -> dict[str, Any]:
-    """Read layers of two kinds, experts, and the one that all tokens share."""
+    """Read two kinds of layers, experts, and a shared expert."""
     delta_rule = dataclasses.replace(_read_delta_rule(settings), is_grouped=True)
     return _share_expert(settings, read_qwen3_moe(settings)) | dict(
         mixers=_read_mixers(settings), delta_rule=delta_rule
@@ -25,7 +25,7 @@ def read_qwen3_next(settings: Settings) -> dict[str, Any]:
 
 
 def read_qwen3_5(settings: Settings) -> dict[str, Any]:
-    """Read layers of two kinds; a text without pictures has one position a token."""
+    """Read two kinds of layers; without images, a token has one position."""
     rope = read_rope(settings, settings.count("head_dim"), can_be_partial=True)
     return dict(
         mixers=_read_mixers(settings),
@@ -35,7 +35,7 @@ def read_qwen3_5(settings: Settings) -> dict[str, Any]:
 
 
 def read_qwen3_5_moe(settings: Settings) -> dict[str, Any]:
-    """Read the same with experts in every layer."""
+    """Read Qwen3.5 with experts in every layer."""
     experts = Experts(
         count=settings.count("num_experts"),
         per_token=settings.count("num_experts_per_tok"),
@@ -48,7 +48,7 @@ def read_qwen3_5_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
-    """Read layers of two kinds; released models have no positions at all."""
+    """Read two kinds of layers; released models have no position embeddings."""
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
     key_heads = settings.count("linear_num_key_heads", heads)
     key_dim = settings.count("linear_key_head_dim", 3 * hidden // (4 * key_heads))
@@ -72,7 +72,7 @@ def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
 
 
 def read_kimi_linear(settings: Settings) -> dict[str, Any]:
-    """Read latent attention without positions, and gates for each channel."""
+    """Read latent attention without RoPE, and decays per channel."""
     num_layers = settings.count("num_hidden_layers")
     given = settings.get("linear_attn_config", {})
     if not isinstance(given, Mapping):
@@ -102,9 +102,9 @@ def read_kimi_linear(settings: Settings) -> dict[str, Any]:
 
 
 def read_ling3(settings: Settings) -> dict[str, Any]:
-    """Read latent attention with gates of heads, and decays with a bound."""
+    """Read latent attention and bounded decays; the row sets the gates per head."""
     heads = settings.count("num_attention_heads")
-    # Files of transformers have another head dim, of latent attention, beside it.
+    # In transformers' files head_dim is latent attention's, beside linear_head_dim.
     dim = settings.count("linear_head_dim", settings.count("head_dim"))
     least = settings.get("kda_lower_bound")
     if not is_number(least) or least >= 0:
@@ -128,7 +128,7 @@ def read_ling3(settings: Settings) -> dict[str, Any]:
 
 
 def _check_kimi_layers(linear: Settings, num_layers: int) -> None:
-    """Refuse a file that does not name each layer once, from 1 on."""
+    """Raise ValueError unless each layer is listed once, numbered from 1."""
     full, states = linear.ints("full_attn_layers"), linear.ints("kda_layers")
     if full is None or states is None:
         return
@@ -140,7 +140,7 @@ def _check_kimi_layers(linear: Settings, num_layers: int) -> None:
 
 
 def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
-    """Return each layer's token mixer: attention, or the delta rule."""
+    """Return each layer's token mixer, attention or the delta rule."""
     num_layers = settings.count("num_hidden_layers")
     kinds = list_kinds(settings, num_layers)
     names = {FULL: ("attention",), STATE: ("delta_rule",)}
@@ -153,7 +153,7 @@ def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
 
 
 def _read_delta_rule(settings: Settings) -> DeltaRule:
-    """Read the sizes as Qwen's files name them."""
+    """Read sizes by their names in Qwen's files."""
     return DeltaRule(
         num_key_heads=settings.count("linear_num_key_heads"),
         num_heads=settings.count("linear_num_value_heads"),
@@ -165,7 +165,7 @@ def _read_delta_rule(settings: Settings) -> DeltaRule:
 
 
 def _share_expert(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with an expert that all tokens share, weighed by each."""
+    """Add a shared expert with a gate per token to the fields."""
     experts = dataclasses.replace(
         fields["experts"],
         shared_inner=settings.count("shared_expert_intermediate_size"),

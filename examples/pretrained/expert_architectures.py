@@ -1,7 +1,7 @@
-"""The rows of GLM 4, Hunyuan, ERNIE 4.5, Qwen2-MoE, MiniMax M2 and PhiMoE.
+"""Architectures GLM 4, Hunyuan, ERNIE 4.5, Qwen2-MoE, MiniMax M2 and PhiMoE.
 
-Most have experts, and some a sibling without. `architectures.py` has the others, and
-says how to add one.
+Most are MoE models; some have a dense sibling. `architectures.py` has the others, and
+describes how to add one.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ EXPERT_ARCHITECTURES: dict[str, Architecture] = {
             num_experts_per_tok="moe_k",
         ),
         tensors=dict(choice_bias="mlp.moe_statics.e_score_correction_bias"),
-        # Layers that guess more than one token.
+        # Multi-token prediction layers.
         ignored=("model.mtp_",),
         read=expert_readings.read_ernie_moe,
     ),

@@ -1,4 +1,4 @@
-"""Fields from the config.json of a row of `expert_architectures.py`.
+"""Readers of config.json for the rows of `expert_architectures.py`.
 
 They return fields of `DecoderConfig`, like the functions of `readings.py`.
 """
@@ -14,7 +14,7 @@ from .settings import Settings, is_int, is_number
 
 
 def read_glm4_moe(settings: Settings) -> dict[str, Any]:
-    """Read experts as DeepSeek-V3 has them, beside attention with keys of each head."""
+    """Read experts like DeepSeek-V3's; attention has keys of each head."""
     num_layers = settings.count("num_hidden_layers")
     return dict(
         qk_norm="head" if settings.flag("use_qk_norm") else None,
@@ -25,10 +25,10 @@ def read_glm4_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_hunyuan(settings: Settings) -> dict[str, Any]:
-    """Read a wavelength base that is stretched once, for sequences of any length.
+    """Read a RoPE base that is scaled once, for sequences of any length.
 
-    A file calls it "dynamic" beside its `alpha`; without one dynamic means the same as
-    elsewhere.
+    Files name it "dynamic" and have an `alpha`; without `alpha`, "dynamic" depends on
+    the length as usual.
     """
     _refuse(settings, use_cla=False, use_qk_norm=True)
     given = dict(rope_parameters(settings))
@@ -47,7 +47,7 @@ def read_hunyuan(settings: Settings) -> dict[str, Any]:
 
 
 def read_hunyuan_moe(settings: Settings) -> dict[str, Any]:
-    """Read experts of all layers beside a shared one; their sizes may be lists."""
+    """Read experts of all layers and a shared one; their sizes may be lists."""
     _refuse(settings, moe_layer_num_skipped=0, use_mixed_mlp_moe=True)
     inner = settings.count("intermediate_size")
     num_shared = _read_alike(settings, "num_shared_expert", 1)
@@ -68,7 +68,7 @@ def read_hunyuan_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_ernie_moe(settings: Settings) -> dict[str, Any]:
-    """Read which layers have experts, chosen among softmaxes with a learnt bias."""
+    """Read experts with a learnt selection bias on softmaxes, and their layers."""
     num_layers = settings.count("num_hidden_layers")
     inner = settings.count("moe_intermediate_size")
     last = settings.get("moe_layer_end_index")
@@ -95,7 +95,7 @@ def read_ernie_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_qwen2_moe(settings: Settings) -> dict[str, Any]:
-    """Read experts beside a weighed one, and windows of every other early layer."""
+    """Read experts, a gated shared expert, and biases of the projections."""
     fields = read_qwen3_moe(settings)
     experts = dataclasses.replace(
         fields["experts"],
@@ -106,7 +106,7 @@ def read_qwen2_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_minimax_m2(settings: Settings) -> dict[str, Any]:
-    """Read experts chosen by sigmoids, and how much of each head positions turn."""
+    """Read experts with sigmoid scores, the rotated part of heads, and MTP layers."""
     _refuse(
         settings,
         qk_norm_type="per_layer",
@@ -136,7 +136,7 @@ def read_minimax_m2(settings: Settings) -> dict[str, Any]:
 
 
 def read_phimoe(settings: Settings) -> dict[str, Any]:
-    """Read experts of the sparse mixer, and longrope with magnitudes of its own."""
+    """Read SparseMixer's experts, and longrope with magnitudes from the file."""
     _refuse(settings, num_experts_per_tok=2)
     fields = read_mixtral(settings)
     experts = dataclasses.replace(
@@ -168,7 +168,7 @@ def _read_phimoe_rope(settings: Settings, dim: int) -> Rope:
 
 
 def _read_alike(settings: Settings, key: str, default: int) -> int:
-    """Return a count that a file may list for each layer; all must be the same."""
+    """Return a count that may be listed per layer; all entries must be equal."""
     value = settings.get(key, default)
     values = value if isinstance(value, list) else [value]
     if not all(map(is_int, values)) or len(set(values)) != 1 or values[0] < 1:
@@ -180,7 +180,7 @@ def _read_alike(settings: Settings, key: str, default: int) -> int:
 
 
 def _refuse(settings: Settings, **known: Any) -> None:
-    """Refuse settings that are given and ask for something else than is computed."""
+    """Raise ValueError for values other than the supported ones; null is ignored."""
     for key, value in known.items():
         given = settings.get(key)
         if given is not None and given != value:

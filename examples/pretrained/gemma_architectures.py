@@ -1,6 +1,6 @@
-"""The rows of Gemma's models.
+"""Architectures of the Gemma family.
 
-`architectures.py` has the others, and says how to add one.
+`architectures.py` has the others, and describes how to add one.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(
         defaults=dict(
             hidden_act="gelu_pytorch_tanh",
-            # Keys that the text part of PaliGemma leaves out.
+            # Keys missing from the text part of PaliGemma.
             vocab_size=257_152,
             hidden_size=2048,
             intermediate_size=16_384,
@@ -48,7 +48,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
         GEMMA,
         defaults=GEMMA.defaults
         | dict(
-            # Keys that the text parts of larger models leave out.
+            # Keys missing from the text parts of larger models.
             vocab_size=262_208,
             hidden_size=2304,
             intermediate_size=9216,
@@ -63,7 +63,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma4_text": Architecture(
         defaults=dict(
-            # Keys that the text parts of models that also see may leave out.
+            # Keys that may be missing from the text parts of multimodal models.
             vocab_size=262_144,
             hidden_size=2304,
             intermediate_size=9216,

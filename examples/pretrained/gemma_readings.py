@@ -1,6 +1,6 @@
-"""Fields from config.json of Gemma's models.
+"""Readers of config.json for the Gemma family.
 
-They return fields of `DecoderConfig`; `gemma_architectures.py` names their models.
+They return fields of `DecoderConfig`; `gemma_architectures.py` lists their models.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .parts import Experts, LayerInputs
 from .rope_settings import list_rope_parameters, pair_rope_parameters, read_rope
 from .settings import Settings
 
-# Of Gemma 4, where config.json says nothing.
+# Gemma 4's default RoPE settings.
 ROPES = dict(
     full_attention=dict(
         rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6
@@ -21,12 +21,12 @@ ROPES = dict(
 
 
 def read_gemma1(settings: Settings) -> dict[str, Any]:
-    """Read the first Gemma, whose embeddings alone differ from Llama's."""
+    """Read the first Gemma; only its embeddings differ from Llama's."""
     return dict(embedding_scale=settings.count("hidden_size") ** 0.5)
 
 
 def read_gemma(settings: Settings) -> dict[str, Any]:
-    """Read the fields that Gemma 2 and 3 share."""
+    """Read the common fields of Gemma 2 and 3."""
     return dict(
         scale=settings.number("query_pre_attn_scalar") ** -0.5,
         soft_cap=settings.maybe_number("attn_logit_softcapping"),
@@ -36,7 +36,7 @@ def read_gemma(settings: Settings) -> dict[str, Any]:
 
 
 def read_gemma3(settings: Settings) -> dict[str, Any]:
-    """Read Gemma's fields, and one rope for layers with a window, one for others."""
+    """Read Gemma's fields, and two ropes: of full attention and of sliding windows."""
     if settings.flag("use_bidirectional_attention"):
         raise ValueError("config.json: bidirectional attention is not supported")
     dim, num_layers = settings.count("head_dim"), settings.count("num_hidden_layers")
@@ -45,9 +45,9 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
         full={"rope_theta": settings.number("rope_theta")},
         windowed={"rope_theta": settings.number("rope_local_base_freq")},
     )
-    # In this order: False is 0.
+    # Indexed by "has a window": False is 0.
     ropes = [read_rope(settings, dim, parameters) for parameters in given]
-    # The soft caps of Gemma 2 are in its files, and its class ignores the first one.
+    # Its files have both soft caps of Gemma 2; its class ignores attention's.
     return read_gemma(settings) | dict(
         soft_cap=None,
         ropes=tuple(ropes[kind] for kind in list_windowed(settings, num_layers)),
@@ -55,7 +55,7 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
 
 
 def read_gemma4(settings: Settings) -> dict[str, Any]:
-    """Read layers of two shapes, layers that share keys, and per-layer inputs."""
+    """Read layers of two shapes, shared keys, and per-layer embeddings."""
     if settings.get("use_bidirectional_attention") == "all":
         raise ValueError("config.json: bidirectional attention is not supported")
     num_layers = settings.count("num_hidden_layers")
@@ -69,7 +69,7 @@ def read_gemma4(settings: Settings) -> dict[str, Any]:
     return dict(
         layer_heads=heads,
         key_layers=key_layers if any(shares) else (),
-        # Images attend both ways in windowed layers, or nowhere.
+        # Image tokens have bidirectional attention in windowed layers, or nowhere.
         span_layers=tuple(
             settings.get("use_bidirectional_attention") == "vision" and each
             for each in windowed
@@ -84,9 +84,10 @@ def read_gemma4(settings: Settings) -> dict[str, Any]:
 
 
 def _share_keys(settings: Settings, windowed: Sequence[bool]) -> tuple[int, ...]:
-    """Return the layer that holds each layer's keys.
+    """Return the index of the layer with each layer's keys.
 
-    The last ones attend to the keys of the last one before them of the same kind.
+    The last `num_kv_shared_layers` use the keys of the last earlier layer of their
+    kind.
     """
     first = len(windowed) - settings.count("num_kv_shared_layers", 0, least=0)
     producers = {
@@ -109,9 +110,9 @@ def _list_ropes(
     windowed: Sequence[bool],
     heads: Sequence[tuple[int, int]],
 ) -> tuple[Any, ...]:
-    """Return the rotation of each layer, which depends on its head dim too."""
+    """Return the rope of each layer, by its kind and head dim."""
     kinds = list_rope_parameters(settings, ROPES)
-    # In this order: False is 0.
+    # Indexed by "has a window": False is 0.
     return tuple(
         read_rope(settings, dim, kinds[has_window])
         for has_window, (_, dim) in zip(windowed, heads, strict=True)
@@ -128,7 +129,7 @@ def _read_inputs(settings: Settings) -> LayerInputs | None:
 
 
 def _read_experts(settings: Settings, inner: int, num_layers: int) -> dict[str, Any]:
-    """Read experts beside the perceptron, in all layers or in none."""
+    """Read experts beside the MLP, in all layers or in none."""
     if not settings.flag("enable_moe_block"):
         return {}
     if settings.flag("use_double_wide_mlp"):

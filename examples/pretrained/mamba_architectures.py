@@ -1,6 +1,6 @@
-"""The rows of architectures with Mamba 2 layers, or with short convolutions.
+"""Architectures with Mamba 2 layers or short convolutions.
 
-`architectures.py` has the others, and says how to add one.
+`architectures.py` has the others, and describes how to add one.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from .architecture import Architecture
 
 
 def name_mamba(mixer: str) -> dict[str, str]:
-    """Return the tensors of Mamba 2 layers that call the mixer so."""
+    """Return the tensor names of Mamba 2 layers, with the mixer's prefix."""
     projected = (f"mamba_{name}" for name in ("gate", "x", "b", "c", "step"))
     return (
         dict.fromkeys(projected, f"{mixer}.in_proj.weight")
@@ -26,7 +26,7 @@ def name_mamba(mixer: str) -> dict[str, str]:
     )
 
 
-# Of models that name the sizes of their Mamba 2 layers as Bamba does.
+# Defaults of models with Bamba's names for Mamba 2 sizes.
 BAMBA_SIZES = dict(
     mamba_n_heads=128,
     mamba_n_groups=1,
@@ -39,7 +39,7 @@ FEED_FORWARD = {
     name: f"feed_forward.{name}_proj.weight" for name in ("gate", "up", "down")
 } | dict(mlp_norm="pre_ff_layernorm.weight", final_norm="final_layernorm.weight")
 
-# For models with tensors that begin with the name of their backbone.
+# Tensor names of models with the prefix "backbone.".
 BACKBONE = dict(
     embedding="embeddings.weight",
     final_norm="norm_f.weight",
@@ -187,7 +187,7 @@ MAMBA_ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mamba2": Architecture(
         defaults=dict(
-            # It has no positions that it could run out of.
+            # Without positions there is no limit.
             max_position_embeddings=2**20,
             rms_norm_eps=1e-5,
             intermediate_size=1,

@@ -1,8 +1,8 @@
-"""Fields from the config.json of models with Mamba 2 layers or short convolutions.
+"""Readers of config.json for models with Mamba 2 layers or short convolutions.
 
 A function for each architecture returns fields of `DecoderConfig`, like the functions
-of `readings.py`. Sizes of Mamba 2 layers have the names that Bamba gives them; where
-files have others, `mamba_architectures.py` lists them.
+of `readings.py`. Sizes of Mamba 2 layers have Bamba's names; `mamba_architectures.py`
+lists other names of files as aliases.
 """
 
 import math
@@ -20,7 +20,7 @@ from .settings import Settings, is_number
 
 ATTENTION, MAMBA, CONVOLUTION = ("attention",), ("mamba2",), ("short_convolution",)
 
-# The token mixers of a layer, by the kinds that config.json names.
+# Token mixers of a layer, by its kind in config.json.
 MIXERS = {
     "attention": ATTENTION,
     "full_attention": ATTENTION,
@@ -33,7 +33,7 @@ MIXERS = {
 }
 
 
-# RoPE settings of LFM3's files without any.
+# LFM3's default RoPE settings.
 LFM3_ROPES = {
     WINDOWED: dict(rope_theta=10_000.0),
     FULL: dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.5),
@@ -41,7 +41,7 @@ LFM3_ROPES = {
 
 
 def read_bamba(settings: Settings) -> dict[str, Any]:
-    """Read which layers attend, and the others' sizes."""
+    """Read the attention layers, and the sizes of Mamba 2 layers."""
     return dict(
         mixers=_read_mixers(settings),
         state_space=_read_state_space(settings, _find_inner(settings)),
@@ -49,7 +49,7 @@ def read_bamba(settings: Settings) -> dict[str, Any]:
 
 
 def read_falcon_h1(settings: Settings) -> dict[str, Any]:
-    """Read layers that have both, and the multipliers of their parts."""
+    """Read layers with attention beside Mamba 2, and the multipliers of all parts."""
     norm = "before" if settings.flag("mamba_norm_before_gate") else "after"
     inner = settings.get("mamba_d_ssm", 1024)
     if "mamba_d_ssm" in settings.raw and settings.raw["mamba_d_ssm"] is None:
@@ -63,7 +63,7 @@ def read_falcon_h1(settings: Settings) -> dict[str, Any]:
         input_scale=settings.number("ssm_in_multiplier"),
         output_scale=settings.number("ssm_out_multiplier"),
     )
-    # Scores are linear in the keys, which positions turn without stretching them.
+    # Scores are linear in the keys, and RoPE keeps the keys' length.
     head_dim = settings.count(
         "head_dim",
         settings.count("hidden_size") // settings.count("num_attention_heads"),
@@ -83,7 +83,7 @@ def read_falcon_h1(settings: Settings) -> dict[str, Any]:
 
 
 def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
-    """Read Granite's multipliers, and experts beside a perceptron of all tokens."""
+    """Read Granite's multipliers, Mamba 2 layers, and experts beside a shared MLP."""
     num_layers = settings.count("num_hidden_layers")
     shared = settings.count("shared_intermediate_size")
     kind = settings.get("position_embedding_type")
@@ -112,7 +112,7 @@ def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
 
 
 def read_mamba2(settings: Settings) -> dict[str, Any]:
-    """Read a model of Mamba 2 layers alone."""
+    """Read a model with Mamba 2 layers only."""
     num_layers = settings.count("num_hidden_layers")
     inner = settings.count("mamba_n_heads", 128) * settings.count("mamba_d_head", 64)
     return dict(
@@ -124,7 +124,7 @@ def read_mamba2(settings: Settings) -> dict[str, Any]:
 
 
 def read_nemotron_h(settings: Settings) -> dict[str, Any]:
-    """Read layers that attend, remember, or only feed; none of them knows positions."""
+    """Read layers of attention, Mamba 2, MLP or experts; none has RoPE."""
     kinds = list_kinds(settings) or []
     num_layers = len(kinds)
     inner = settings.count("mamba_n_heads") * settings.count("mamba_d_head")
@@ -164,7 +164,7 @@ def read_nemotron_h(settings: Settings) -> dict[str, Any]:
 
 
 def read_lfm2(settings: Settings) -> dict[str, Any]:
-    """Read which layers attend, and how wide the perceptrons are."""
+    """Read the attention layers, the convolutions, and the MLP's hidden units."""
     tied = "tie_embedding" if "tie_embedding" in settings.raw else "tie_word_embeddings"
     return dict(
         mixers=_read_mixers(settings),
@@ -175,7 +175,7 @@ def read_lfm2(settings: Settings) -> dict[str, Any]:
 
 
 def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
-    """Read the same with experts in all but the first layers."""
+    """Read LFM2 with experts in all but the first layers."""
     if not settings.flag("use_expert_bias"):
         raise ValueError(
             "config.json: use_expert_bias must be true for this architecture"
@@ -197,7 +197,7 @@ def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_lfm3(settings: Settings) -> dict[str, Any]:
-    """Read layers of three kinds, of which two attend and turn by their own bases."""
+    """Read convolutions, and full and sliding window attention with a rope each."""
     kinds = list_kinds(settings, settings.count("num_hidden_layers")) or []
     ropes = _read_lfm3_ropes(settings, kinds)
     window = settings.count("sliding_window") if WINDOWED in kinds else None
@@ -215,7 +215,7 @@ def read_lfm3(settings: Settings) -> dict[str, Any]:
 
 
 def _read_lfm3_ropes(settings: Settings, kinds: Sequence[str]) -> dict[str, Rope]:
-    """Return the rotation of each kind of layer that attends."""
+    """Return the rope of each kind of attention layer."""
     usual = {kind: rope for kind, rope in LFM3_ROPES.items() if kind in kinds}
     given = list_rope_parameters(settings, usual)
     dim = settings.count("head_dim")
@@ -233,7 +233,7 @@ def _read_convolution(settings: Settings) -> Convolution:
 
 
 def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
-    """Return each layer's token mixers; attention where the file names none."""
+    """Return each layer's token mixers; attention if the file lists no layers."""
     num_layers = settings.count("num_hidden_layers")
     return _name_mixers(list_kinds(settings, num_layers) or ["attention"] * num_layers)
 
@@ -250,7 +250,7 @@ def _name_mixers(kinds: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 def _read_state_space(
     settings: Settings, inner: int, activation: str = "hidden_act", **fields: Any
 ) -> StateSpace:
-    """Read the sizes of Mamba 2 layers, with so many channels of values."""
+    """Read the sizes of Mamba 2 layers with `inner` channels of values."""
     activation = settings.get(activation, "silu")
     heads = settings.count("mamba_n_heads", 128)
     dim = settings.get("mamba_d_head", "auto")
@@ -276,12 +276,12 @@ def _read_state_space(
 
 
 def _find_inner(settings: Settings) -> int:
-    """Return the channels of values."""
+    """Return the number of value channels."""
     return settings.count("mamba_expand", 2) * settings.count("hidden_size")
 
 
 def _read_limits(settings: Settings) -> tuple[float, float]:
-    """Return the least and the largest step; transformers writes infinity as a dict."""
+    """Return the minimum and maximum step; transformers writes infinity as a dict."""
     limits = settings.get("time_step_limit", (0.0, math.inf))
     least, most = (
         float(limit["__float__"]) if isinstance(limit, dict) else float(limit)
@@ -291,7 +291,7 @@ def _read_limits(settings: Settings) -> tuple[float, float]:
 
 
 def _read_numbers(settings: Settings, key: str, count: int) -> tuple[float, ...]:
-    """Return a list of so many numbers above 0."""
+    """Return a list of `count` numbers above 0."""
     values = settings.get(key)
     is_list = isinstance(values, Sequence) and len(values) == count
     if not is_list or not all(is_number(value) and value > 0 for value in values):
@@ -302,7 +302,7 @@ def _read_numbers(settings: Settings, key: str, count: int) -> tuple[float, ...]
 
 
 def _adjust_inner(settings: Settings) -> int:
-    """Return the hidden units of a perceptron, which LFM2 rounds up to a multiple."""
+    """Return the MLP's hidden units, which LFM2 rounds up to a multiple."""
     has_old_name = settings.get("block_ff_dim") is not None
     inner = settings.count("block_ff_dim" if has_old_name else "intermediate_size")
     if not settings.flag("block_auto_adjust_ff_dim"):

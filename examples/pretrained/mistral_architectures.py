@@ -1,12 +1,12 @@
-"""The rows of Mistral's models since Ministral 3: queries grow with positions.
+"""Mistral's architectures since Ministral 3: queries are scaled by position.
 
-`architectures.py` has the others, and says how to add one.
+`architectures.py` has the others, and describes how to add one.
 """
 
 from . import mistral_readings
 from .architecture import Architecture
 
-# Of all kinds of layers: a long context is yarn's, beyond that of the pretraining.
+# For all layers: yarn extends the context of pretraining.
 YARN = dict(
     rope_type="yarn",
     beta_fast=32.0,

@@ -1,6 +1,6 @@
-"""Fields from config.json of Mistral's models since Ministral 3.
+"""Readers of config.json for Mistral's models since Ministral 3.
 
-They return fields of `DecoderConfig`; `mistral_architectures.py` names their models.
+They return fields of `DecoderConfig`; `mistral_architectures.py` lists their models.
 """
 
 import math
@@ -17,10 +17,10 @@ def read_ministral3(settings: Settings) -> dict[str, Any]:
 
 
 def read_mistral4(settings: Settings) -> dict[str, Any]:
-    """Read latent attention as DeepSeek's, and experts that are chosen by softmax."""
+    """Read DeepSeek's latent attention, and experts with softmax scores."""
     latent = read_latent(settings)
     given = dict(rope_parameters(settings))
-    # Named as a part of a whole query: the part that is apart from the rest here.
+    # The file's factor is relative to a whole query; the rope gets the rotated part.
     turned, whole = latent.turned_dim, latent.plain_dim + latent.turned_dim
     part = given.pop("partial_rotary_factor", turned / whole)
     if not is_number(part) or not math.isclose(part * whole, turned):
@@ -58,7 +58,7 @@ def read_mistral4(settings: Settings) -> dict[str, Any]:
 
 
 def _read_growth(settings: Settings) -> tuple[float, int] | None:
-    """Return by how much queries grow, and after how many positions."""
+    """Return the strength of query scaling, and its interval in positions."""
     given = rope_parameters(settings)
     strength, span = (
         given.get(name)

@@ -1,6 +1,6 @@
-"""Fields from an architecture's own keys of a config.json, a function for each.
+"""Readers of config.json keys of one architecture, a function for each.
 
-They return fields of `DecoderConfig`; `architectures.py` names their models.
+They return fields of `DecoderConfig`; `architectures.py` lists their models.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from .settings import Settings
 
 
 def read_olmo3(settings: Settings) -> dict[str, Any]:
-    """The file's rotation and scaling apply only to layers without a window."""
+    """Read ropes; the file's base and scaling apply to full attention layers only."""
     given = pair_rope_parameters(
         settings,
         full={"rope_theta": settings.number("rope_theta")},
@@ -32,7 +32,7 @@ def read_olmo3(settings: Settings) -> dict[str, Any]:
 
 
 def read_cohere(settings: Settings) -> dict[str, Any]:
-    """Read the logits' scale, and whether each head has a norm of its own."""
+    """Read the logit scale, and norms of queries and keys with weights per head."""
     return dict(
         logit_scale=settings.number("logit_scale"),
         qk_norm="heads" if settings.flag("use_qk_norm") else None,
@@ -40,7 +40,7 @@ def read_cohere(settings: Settings) -> dict[str, Any]:
 
 
 def read_cohere2(settings: Settings) -> dict[str, Any]:
-    """Beside Command R's fields: layers without a window are not turned."""
+    """Read Command R's fields, and ropes: full attention layers have no RoPE."""
     rope, num_layers = (
         read_rope(settings, _head_dim(settings)),
         settings.count("num_hidden_layers"),
@@ -59,14 +59,14 @@ def read_seed_oss(settings: Settings) -> dict[str, Any]:
 
 
 def read_smollm3(settings: Settings) -> dict[str, Any]:
-    """Read which layers positions turn."""
+    """Read the layers with RoPE."""
     rope = read_rope(settings, _head_dim(settings))
     turned = list_turned(settings, settings.count("num_hidden_layers"))
     return dict(ropes=tuple(rope if is_turned else None for is_turned in turned))
 
 
 def read_exaone4(settings: Settings) -> dict[str, Any]:
-    """Beside layers with a window, layers without one are not turned."""
+    """Read ropes; in models with sliding windows, full attention has no RoPE."""
     rope = read_rope(settings, _head_dim(settings))
     num_layers = settings.count("num_hidden_layers")
     if settings.get("sliding_window") is None:
@@ -124,7 +124,7 @@ def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_deepseek(settings: Settings) -> dict[str, Any]:
-    """Read latent attention, and routed experts beside shared ones."""
+    """Read latent attention, routed experts and shared ones, and MTP layers."""
     latent = read_latent(settings)
     rope = read_rope(settings, latent.turned_dim)
     num_layers = settings.count("num_hidden_layers")
@@ -140,7 +140,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
 
 
 def list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: the named ones, or all but the first."""
+    """Return True for each layer with experts: listed ones, or all but the first."""
     kinds = settings.get("mlp_layer_types")
     if kinds is None:
         first = settings.count("first_k_dense_replace", least=0)
@@ -154,7 +154,7 @@ def list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_routed(settings: Settings) -> Experts:
-    """Read the experts of DeepSeek; since V3 they are chosen by sigmoids."""
+    """Read DeepSeek's experts; since V3 the router's scores are sigmoids."""
     method = settings.get("topk_method", "greedy")
     has_sigmoid = settings.get("model_type") != "deepseek_v2"
     known = ("noaux_tc",) if has_sigmoid else ("greedy", "group_limited_greedy")
@@ -189,7 +189,7 @@ def read_latent(settings: Settings) -> Latent:
 
 
 def latent_scale(latent: Latent, rope: Rope, given: Mapping[str, Any]) -> float:
-    """Return the scale of the scores, which yarn enlarges by a weight of its own."""
+    """Return the scale of the scores, which yarn increases by `mscale_all_dim`."""
     scale = (latent.plain_dim + latent.turned_dim) ** -0.5
     weight = given.get("mscale_all_dim")
     if rope.scaling == "yarn" and weight:

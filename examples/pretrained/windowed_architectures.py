@@ -1,6 +1,6 @@
-"""The rows of Mellum 2, Laguna, Command A+ and Muse Glimmer: windows in some layers.
+"""Architectures with some sliding windows: Mellum 2, Laguna, Command A+, Muse Glimmer.
 
-`architectures.py` has the others, and says how to add one.
+`architectures.py` has the others, and describes how to add one.
 """
 
 from . import windowed_readings
@@ -69,7 +69,7 @@ WINDOWED_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "muse_glimmer_text": Architecture(
         defaults=dict(
-            # Keys that the text part of the whole model may leave out.
+            # Keys that may be missing from the text part of the multimodal model.
             vocab_size=202_048,
             hidden_size=6656,
             intermediate_size=19_968,

@@ -1,4 +1,4 @@
-"""Fields from the config.json of a row of `windowed_architectures.py`.
+"""Readers of config.json for the rows of `windowed_architectures.py`.
 
 They return fields of `DecoderConfig`, like the functions of `readings.py`.
 """
@@ -13,7 +13,7 @@ from .rope import Rope
 from .rope_settings import list_rope_parameters, read_rope
 from .settings import Settings
 
-# RoPE settings of files without any.
+# Default RoPE settings.
 MELLUM_ROPES = dict(
     full_attention=dict(rope_theta=500_000.0),
     sliding_attention=dict(rope_theta=10_000.0),
@@ -25,7 +25,7 @@ LAGUNA_ROPES = dict(
 
 
 def read_mellum(settings: Settings) -> dict[str, Any]:
-    """Read experts of the named layers, and a rope for each kind of layer."""
+    """Read experts of the listed layers, and a rope for each kind of layer."""
     num_layers = settings.count("num_hidden_layers")
     return read_qwen3_moe(settings) | dict(
         expert_layers=list_expert_layers(settings, num_layers),
@@ -34,7 +34,7 @@ def read_mellum(settings: Settings) -> dict[str, Any]:
 
 
 def read_laguna(settings: Settings) -> dict[str, Any]:
-    """Read query heads of each layer, their gate, and experts chosen by sigmoids."""
+    """Read query heads per layer, their gate, and experts with sigmoid scores."""
     num_layers = settings.count("num_hidden_layers")
     if settings.flag("moe_apply_router_weight_on_input"):
         raise ValueError(
@@ -79,7 +79,7 @@ def read_cohere2_moe(settings: Settings) -> dict[str, Any]:
             read_windows(settings, num_layers), expert_layers, strict=True
         )
     )
-    # With an epsilon of its own the norm does not subtract the mean.
+    # With `rms_norm_eps` the norm does not subtract the mean.
     epsilon = settings.raw.get("rms_norm_eps")
     inner = settings.get("prefix_dense_intermediate_size")
     return dict(
@@ -123,7 +123,7 @@ def read_muse_glimmer(settings: Settings) -> dict[str, Any]:
 
 
 def _read_cohere_experts(settings: Settings) -> Experts:
-    """Read experts; the shared one is added to them, or both are averaged."""
+    """Read experts; the shared one's output is added to theirs or averaged with it."""
     choice = settings.get("expert_selection_fn")
     joining = settings.get("shared_expert_combination_strategy")
     if choice not in ("softmax", "sigmoid") or joining not in ("average", "sum"):
@@ -151,7 +151,7 @@ def _read_cohere_experts(settings: Settings) -> Experts:
 
 
 def _read_query_heads(settings: Settings, num_layers: int) -> tuple[int, ...]:
-    """Return the query heads of each layer, nothing if they are the same in all."""
+    """Return the number of query heads per layer; empty if all layers are equal."""
     heads = settings.ints("num_attention_heads_per_layer")
     if heads is None:
         return ()
@@ -167,9 +167,9 @@ def _read_query_heads(settings: Settings, num_layers: int) -> tuple[int, ...]:
 
 
 def _list_ropes(settings: Settings, usual: dict[str, Any]) -> tuple[Rope, ...]:
-    """Return the rotation of each layer, by its kind."""
+    """Return the rope of each layer, by its kind."""
     dim = settings.count("head_dim")
-    # In this order: False is 0.
+    # Indexed by "has a window": False is 0.
     full, windowed = (
         read_rope(settings, dim, given, can_be_partial=True)
         for given in list_rope_parameters(settings, usual)

@@ -1,6 +1,6 @@
-"""The row of ZAYA: attention after convolutions, and MLP routers.
+"""The architecture ZAYA: attention after convolutions, and MLP routers.
 
-`architectures.py` has the others, and says how to add one.
+`architectures.py` has the others, and describes how to add one.
 """
 
 from . import zaya_readings
@@ -10,7 +10,7 @@ PROJECTION = "self_attn.qkv_proj"
 
 
 def name_residuals(part: str, stored: str) -> dict[str, str]:
-    """Return the scales and biases of a part's output and of its residual."""
+    """Return tensor names of the scales and biases of a part's output and residual."""
     return {
         f"{part}_{ours}_{kind}": f"{stored}_residual_scale.{theirs}_{kind}"
         for ours, theirs in (("mixed", "hidden_states"), ("kept", "residual"))

@@ -1,4 +1,4 @@
-"""Fields from the config.json of ZAYA, like the functions of `readings.py`."""
+"""Reader of ZAYA's config.json, like the functions of `readings.py`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .parts import ConvolvedHeads, Experts
 from .rope_settings import list_rope_parameters, read_rope
 from .settings import Settings
 
-# By the kind of layer, RoPE settings of files without any.
+# Default RoPE settings by kind of layer.
 ROPES = dict(
     hybrid=dict(rope_theta=5e6, partial_rotary_factor=0.5),
     hybrid_sliding=dict(rope_theta=10_000.0, partial_rotary_factor=0.5),
@@ -18,7 +18,7 @@ KINDS = (BOTH, BOTH_WINDOWED)  # in the same order
 
 
 def read_zaya(settings: Settings) -> dict[str, Any]:
-    """Read convolutions of queries and keys, and experts of all layers."""
+    """Read convolved queries and keys, ropes by kind, and experts in all layers."""
     num_layers = settings.count("num_hidden_layers")
     kinds = list_kinds(settings, num_layers)
     if kinds is None or set(kinds) - {*KINDS}:
