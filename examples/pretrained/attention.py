@@ -1,4 +1,4 @@
-"""Attention over the paged cache, with keys of each head or one vector for all."""
+"""Attention over the paged cache: grouped-query and multi-head latent attention."""
 
 from collections.abc import Mapping
 
@@ -32,17 +32,16 @@ def attend(
     """Write a layer's keys and values, if it has its own, and attend to them.
 
     Args:
-        config: the model's settings.
-        weights: of the layer.
+        config: the model's configuration.
+        weights: the layer's parameters.
         x: [R, E].
-        turns: rotations by position.
+        turns: cosine and sine of each row's position.
         cache: the cache.
-        layer: i32[], the number in the cache of the layer that holds the keys.
+        layer: i32[], index in the cache of the layer with the keys.
         batch: the batch from ``append``.
-        window: tokens that a row sees, itself counted.
-        causal: spans of prompts do not apply.
-        projected: rows of queries, keys and values by name, instead of projections of
-            `x`.
+        window: sliding window in tokens, including the row itself; None for all.
+        causal: ignore the spans of prompts.
+        projected: queries, keys and values by name, instead of projections of `x`.
 
     Returns:
         [R, E], and the cache.
@@ -83,7 +82,7 @@ def attend(
         causal=causal,
     )
     if latent is not None:
-        # From the latent vector that was attended to, to each head's value.
+        # Project the attended latent vector to each head's value.
         heads = jnp.einsum("rhc,hvc->rhv", heads, weights["value_up"])
     if config.output_gate is not None:
         heads = heads * _weigh_outputs(config.output_gate, weights, x, heads.shape)
@@ -99,7 +98,7 @@ def write_keys(
     layer: int,
     batch: jkv.Batch,
 ) -> jkv.Cache:
-    """Write the keys and values of rows [R, E], which attend to nothing."""
+    """Write the keys and values of rows [R, E] without attention."""
     dim = config.head_dim
     keys = linear(x, weights, "key")
     keys = _turn_heads(config, weights, keys, turns, "key", dim)
@@ -140,7 +139,7 @@ def _shape_values(config: DecoderConfig, rows: jax.Array, dim: int) -> jax.Array
 def _weigh_outputs(
     gate: OutputGate, weights: Weights, x: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Return the weights of outputs of a shape [R, H, D]; [R, H, 1] if of heads."""
+    """Return the gates of outputs of `shape` [R, H, D]; [R, H, 1] for one per head."""
     rows = linear(x, weights, "query_gate").reshape(*shape[:2], -1)
     function = jax.nn.softplus if gate.function == "softplus" else jax.nn.sigmoid
     return function(rows.astype(jnp.float32)).astype(x.dtype)
@@ -153,11 +152,12 @@ def _project_latent(
     x: jax.Array,
     turns: Rotations,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries [R, H, C + T] and keys [R, 1, C + T]; C components are the values.
+    """Return queries [R, H, C + T] and keys [R, 1, C + T]; values are the first C.
 
-    A head's key without position is ``key_up @ latent``. Its product with a query is
-    that of the latent vector with ``query @ key_up``: so queries come to the latent
-    vectors, and only these are cached (https://arxiv.org/abs/2405.04434).
+    A head's key without RoPE is ``key_up @ latent``. Its product with a query equals
+    that of the latent vector with ``query @ key_up``, so that ``key_up`` is absorbed
+    into the queries and only latent vectors and rotated keys are cached
+    (https://arxiv.org/abs/2405.04434).
     """
     if latent.query_rank is None:
         queries = linear(x, weights, "query")

@@ -1,11 +1,10 @@
-"""Expert layers: each row goes through a few of many perceptrons, and none is dropped.
+"""Mixture-of-experts layers: top-k experts for each row, and no row is dropped.
 
-Rows are sorted by expert, and a loop goes through tiles of rows of one expert. The cost
-of a layer is the rows times the experts each of them uses, rounded up to a tile for
-each expert that is used at all; the weights of no other expert are read. A tile is as
-large as an expert's average number of rows: a step of 64 rows, 8 of 128 experts each,
-has up to 256 tiles of 4, twice the work of its 512 pairs; of 2,048 rows a few in a
-hundred are padding.
+Rows are sorted by expert, and a loop runs over tiles of rows of one expert. The cost of
+a layer is the number of rows times k, rounded up to a tile for each used expert; the
+weights of unused experts are not read. A tile has the average number of rows of an
+expert: a step of 64 rows, 8 of 128 experts each, has up to 256 tiles of 4, twice the
+work of its 512 pairs; with 2,048 rows a few per cent are padding.
 `jax.lax.ragged_dot` gives the same products, but on a CPU multiplies every row by every
 expert (`benchmarks/experts.py`).
 """
@@ -18,8 +17,8 @@ from .layers import Weights, activate, cap, linear, norm, perceptron, scale_to_u
 from .parts import Experts
 from .routers import route_by_perceptron
 
-# Rows of one expert that are computed together, at least and at most. On two cores a
-# step of 16 rows, 4 of 24 experts each, takes 19 ms in tiles of 4, 28 in tiles of 16.
+# Minimum and maximum rows of a tile. On two cores a step of 16 rows, 4 of 24 experts
+# each, takes 19 ms in tiles of 4 and 28 ms in tiles of 16.
 _LEAST_TILE, _LARGEST_TILE = 4, 16
 
 
@@ -33,20 +32,20 @@ def mix_experts(
     valid: jax.Array,
     previous: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Send rows through a layer's experts, and through the one that all of them share.
+    """Apply a layer's experts and its shared expert.
 
     Args:
-        config: the model's settings.
-        weights: of the layer, without the experts'.
-        stacks: of the experts, as `apply_experts` takes them.
-        layer: i32[], the layer's number in the run.
+        config: the model's configuration.
+        weights: the layer's parameters, except the experts'.
+        stacks: the experts' parameters, as in `apply_experts`.
+        layer: i32[], index of the layer in the run.
         hidden: [R, E], the norm's input.
-        x: [R, E], the same, normed.
+        x: [R, E], the norm's output.
         valid: bool[R].
-        previous: [R, N], the router's state in the layer before, if it has one.
+        previous: [R, N], state of the previous layer's router; None without one.
 
     Returns:
-        [R, E], and the router's state in this layer.
+        [R, E], and the state of this layer's router; `previous` for a linear router.
     """
     experts = config.experts
     inputs = seen = x
@@ -77,16 +76,16 @@ def mix_experts(
 def route(
     experts: Experts, weights: Weights, x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose each row's experts.
+    """Select each row's top-k experts with a linear router.
 
     Args:
         experts: the sizes.
-        weights: of the layer; of them ``router``, ``router_bias``, ``choice_bias`` and
-            ``routed_scale``.
+        weights: the layer's parameters; ``router``, ``router_bias``, ``choice_bias``
+            and ``routed_scale`` are read.
         x: [R, E].
 
     Returns:
-        The experts i32[R, C] and their weights f32[R, C].
+        The experts, i32[R, C], and their weights, f32[R, C].
     """
     wide = x.astype(jnp.float32), weights["router"].astype(jnp.float32)
     scores = jnp.einsum("re,ne->rn", *wide)
@@ -121,19 +120,19 @@ def apply_experts(
     gates: jax.Array,
     valid: jax.Array,
 ) -> jax.Array:
-    """Send rows through their experts and add up the outputs.
+    """Return the weighted sum of each row's experts, [R, E].
 
     Args:
-        config: the model's settings.
-        weights: of the experts in all layers of a run, stacked: [layers, N, ...].
-        layer: i32[], the layer's number in the run.
+        config: the model's configuration.
+        weights: the experts' parameters in all layers of a run, [layers, N, ...].
+        layer: i32[], index of the layer in the run.
         x: [R, E].
-        chosen: i32[R, C], each row's experts; their number stands for none.
+        chosen: i32[R, C], each row's experts; N for no expert.
         gates: f32[R, C], their weights.
-        valid: bool[R]; other rows use no expert, and get zeros.
+        valid: bool[R]; other rows use no expert and get zeros.
     """
     (num_rows, per_token), num_experts = chosen.shape, weights["expert_down"].shape[1]
-    # Pairs of a row and an expert, grouped by expert, invalid rows' last.
+    # Pairs of a row and an expert, sorted by expert; pairs of invalid rows are last.
     expert_of_pair = jnp.where(valid[:, None], chosen, num_experts).reshape(-1)
     pairs = jnp.argsort(expert_of_pair, stable=True)
     experts = jnp.arange(num_experts, dtype=jnp.int32)
@@ -148,7 +147,7 @@ def apply_experts(
         done = (tile - tile_ends[expert] + num_tiles[expert]) * size
         pair_numbers = done + jnp.arange(size, dtype=jnp.int32)
         pair = jnp.take(pairs, starts[expert] + pair_numbers, mode="clip")
-        # Past the expert's last pair: a row that does not exist.
+        # Past the expert's last pair the row is out of range.
         row = jnp.where(pair_numbers < sizes[expert], pair // per_token, num_rows)
         inputs = jnp.take(x, row, axis=0, mode="fill", fill_value=0)
         outputs = _run_expert(config, weights, layer, expert, inputs)
@@ -159,7 +158,7 @@ def apply_experts(
 
 
 def choose_tile(num_pairs: int, num_experts: int) -> int:
-    """Return a power of two, no less than the pairs of an expert on average."""
+    """Return the average pairs of an expert, rounded up to a power of two, 4 to 16."""
     mean = -(-num_pairs // num_experts)
     return min(max(_LEAST_TILE, 1 << (mean - 1).bit_length()), _LARGEST_TILE)
 
@@ -171,7 +170,7 @@ def _run_expert(
     expert: jax.Array,
     rows: jax.Array,
 ) -> jax.Array:
-    """Send the rows of a tile, [T, E], through one expert."""
+    """Apply one expert to the rows of a tile, [T, E]."""
 
     def multiply(name: str, inputs: jax.Array) -> jax.Array:
         product = inputs @ weights[f"expert_{name}"][layer, expert]
@@ -185,11 +184,11 @@ def _run_expert(
 def _mix_sparsely(
     scores: jax.Array, per_token: int, jitter: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose experts one by one, each weighed among the experts close to it.
+    """Select experts one by one, each with a softmax over experts of similar scores.
 
     This is SparseMixer (https://arxiv.org/abs/2409.12136) outside training: an expert's
-    weight is its part in a softmax over the remaining experts with scores f32[R, N]
-    within twice the jitter of its own, relative to the larger of the two.
+    weight is its softmax among the remaining experts with scores, f32[R, N], within
+    twice the jitter of its own, relative to the larger of the two.
     """
     experts = jnp.arange(scores.shape[1], dtype=jnp.int32)
     left, choices, gates = scores, [], []
@@ -205,9 +204,9 @@ def _mix_sparsely(
 
 
 def _limit_to_groups(experts: Experts, ranking: jax.Array) -> jax.Array:
-    """Leave the experts of each row's best groups in the ranking f32[R, N].
+    """Set the ranking, f32[R, N], to -inf outside each row's best groups.
 
-    A group is as good as its best expert; or, with sigmoids, as its best two.
+    A group's score is that of its best expert or, with sigmoids, of its best two.
     """
     num_rows = ranking.shape[0]
     grouped = ranking.reshape(num_rows, experts.groups, -1)

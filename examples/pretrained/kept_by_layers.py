@@ -1,7 +1,6 @@
 """Cache-related settings of a model's layers: kinds, windows, heads and states.
 
-They are read by jkv's own reader of config.json, which also plans caches without the
-weights.
+The reader is jkv's own, which also plans caches from a config.json without weights.
 """
 
 from typing import Any

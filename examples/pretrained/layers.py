@@ -1,4 +1,4 @@
-"""The model's building blocks: products, norms and the gated perceptron."""
+"""Building blocks of the model: matrix products, norms and the gated MLP."""
 
 import functools
 import itertools
@@ -11,21 +11,21 @@ from .config import DecoderConfig
 
 Weights = Mapping[str, jax.Array]  # parameters of one layer
 
-# Elements of an array that is copied when a loop asks for a layer's: norms and biases.
+# Elements of the largest array that a loop copies per layer: norms and biases.
 MOST_COPIED = 2**16
 
-# Matrices that multiply the same rows. Joined, they are one product.
+# Matrices with the same input; joined, they are one product.
 JOINED = ("query", "key", "value"), ("gate", "up")
 
-# Rows up to which a product has the matrix on its left side.
+# Maximum rows of a product with the matrix on its left side.
 FEW_ROWS = 32
 
 
 class Layers:
-    """The parameters of layers alike, each with arrays of its own, for a loop.
+    """Parameters of equal layers for a loop, with separate arrays for each layer.
 
     A loop over a stack would copy each layer's matrices out of it. Here each matrix has
-    a branch of its own, which reads it where it lies.
+    a branch of its own, which reads it in place.
     """
 
     def __init__(self, layers: Sequence[Weights]) -> None:
@@ -38,15 +38,15 @@ class Layers:
         }
 
     def at(self, index: jax.Array) -> "LayerAt":
-        """Return the layer of a number that only the loop knows, i32[]."""
+        """Return the layer of a traced index, i32[]."""
         return LayerAt(self, index)
 
 
 class LayerAt(Mapping[str, jax.Array]):
-    """One of several layers. An array that is not small is copied when it is read."""
+    """One of several layers, by traced index; reading a large array copies it."""
 
     def __init__(self, layers: Layers, index: jax.Array) -> None:
-        """Remember which of them."""
+        """Store the layers and the index, i32[]."""
         self._layers, self._index = layers, index
 
     def __getitem__(self, name: str) -> jax.Array:
@@ -63,15 +63,15 @@ class LayerAt(Mapping[str, jax.Array]):
         return name in self._layers.each[0]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names."""
+        """Iterate over the names."""
         return iter(self._layers.each[0])
 
     def __len__(self) -> int:
-        """Count the arrays."""
+        """Return the number of arrays."""
         return len(self._layers.each[0])
 
     def multiply(self, x: jax.Array, name: str) -> jax.Array:
-        """Multiply rows [R, in] by a matrix [out, in] where it lies."""
+        """Multiply rows [R, in] by a matrix [out, in], read in place."""
         if name in self._layers.stacks:
             return multiply(x, self[name])
         branches = [
@@ -83,11 +83,11 @@ class LayerAt(Mapping[str, jax.Array]):
 def multiply(
     x: jax.Array, matrix: jax.Array, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """Multiply rows [R, in] by a matrix [out, in], with sums of a dtype.
+    """Multiply rows [R, in] by a matrix [out, in], with sums in `dtype`.
 
-    XLA's CPU runtime rearranges the right side of each product, which costs more than
-    the product where that is the matrix and rows are few. The barrier keeps XLA from
-    putting the matrix there again.
+    XLA's CPU runtime rearranges the right side of each product, which for a matrix and
+    few rows costs more than the product. The barrier keeps XLA from moving the matrix
+    back to that side.
     """
     if 1 < len(x) <= FEW_ROWS and jax.default_backend() == "cpu":
         product = jnp.einsum("oi,ri->or", matrix, x, preferred_element_type=dtype)
@@ -96,8 +96,8 @@ def multiply(
 
 
 def embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
-    """Look up token rows; ids outside the vocabulary give NaN, invalid rows zeros."""
-    # A negative index would wrap around, so it is moved past the end.
+    """Look up embeddings: NaN for ids outside the vocabulary, zeros if not `valid`."""
+    # Past the end, since a negative index would wrap around.
     outside = (tokens < 0) | (tokens >= embedding.shape[0])
     index = jnp.where(outside, embedding.shape[0], tokens)
     rows = jnp.take(embedding, index, axis=0, mode="fill", fill_value=jnp.nan)
@@ -105,7 +105,7 @@ def embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Arra
 
 
 def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
-    """Multiply rows [R, in] by a matrix [out, in] and add its bias if it has one."""
+    """Multiply rows [R, in] by a matrix [out, in] and add its bias, if any."""
     if isinstance(weights, LayerAt):
         product = weights.multiply(x, name)
     else:
@@ -117,12 +117,12 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 def linear_each(
     x: jax.Array, weights: Weights, shares: Mapping[str, int]
 ) -> dict[str, jax.Array]:
-    """Apply ``linear`` for the given matrices; one product where joined.
+    """Apply ``linear`` for several matrices, as one product if they are joined.
 
     Args:
         x: [R, in].
-        weights: of the layer.
-        shares: by name, how many of the outputs each matrix makes, in relation.
+        weights: the layer's parameters.
+        shares: relative number of outputs of each matrix, by name.
     """
     if (joined := join_names(shares)) not in weights:
         return {name: linear(x, weights, name) for name in shares if name in weights}
@@ -133,14 +133,14 @@ def linear_each(
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return the name of matrices that lie one after the other."""
+    """Return the parameter name of joined matrices."""
     return "_".join(names)
 
 
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
-    """Scale to unit root mean square over the last axis, where the layer has this norm.
+    """Apply the norm `name` over the last axis; return `x` if the layer has none.
 
-    Computed in float32. Centred norms subtract the mean first, and may add a bias. The
+    RMSNorm in float32. Centred norms subtract the mean first, and may add a bias. The
     weights may have axes for heads before the last one.
     """
     if name not in weights:
@@ -160,7 +160,7 @@ def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> ja
         bias = jnp.expand_dims(bias, range(x.ndim - 1)).astype(jnp.float32)
         return (normed * weight.astype(jnp.float32) + bias).astype(x.dtype)
     if offset:
-        # Rounded once, after the product: the weights lie around 0, not around 1.
+        # Rounded once, after the product: weights are near 0, not near 1.
         weight = weight.astype(jnp.float32) + offset
         return (normed * weight).astype(x.dtype)
     return normed.astype(x.dtype) * weight
@@ -181,9 +181,9 @@ def scale_to_unit(wide: jax.Array, epsilon: float) -> jax.Array:
 def perceptron(
     config: DecoderConfig, x: jax.Array, weights: Weights, prefix: str = ""
 ) -> jax.Array:
-    """Apply the gated perceptron: down(activation(gate(x)) * up(x)).
+    """Apply the gated MLP, down(activation(gate(x)) * up(x)).
 
-    Without gates it is down(activation(up(x))).
+    Without gates: down(activation(up(x))).
     """
     gate_scale, scale = config.mlp_scales
     shares = {f"{prefix}gate": 1, f"{prefix}up": 1}
@@ -194,12 +194,12 @@ def perceptron(
 
 
 def activate(config: DecoderConfig, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """Return the factor of the last matrix of a perceptron.
+    """Return the input of an MLP's last matrix.
 
     Args:
-        config: the model's settings.
-        gate: the output of the first matrix; None if there are no gates.
-        up: the output of the second one.
+        config: the model's configuration.
+        gate: output of the gate projection; None without gates.
+        up: output of the up projection.
     """
     if gate is None:
         return bend(config, up)
@@ -211,12 +211,12 @@ def activate(config: DecoderConfig, gate: jax.Array | None, up: jax.Array) -> ja
 
 
 def cap(x: jax.Array, bound: float | None) -> jax.Array:
-    """Squeeze into (-bound, bound), if there is one."""
+    """Bound values to (-bound, bound) by tanh; None for no bound."""
     return x if bound is None else bound * jnp.tanh(x / bound)
 
 
 def bend(config: DecoderConfig, x: jax.Array) -> jax.Array:
-    """Apply the activation alone."""
+    """Apply the activation function."""
     if config.activation == "gelu_pytorch_tanh":
         return jax.nn.gelu(x, approximate=True)
     if config.activation == "relu2":
