@@ -1,13 +1,13 @@
-"""Readers of published drafters: `load_drafter` returns one of `jkv.drafters`.
+"""Readers of published drafters for speculative decoding.
 
     model, params = pretrained.load("target")
     config = model.cache_config(4096, max_sequences=8)
     drafter = load_drafter("drafter", "target", model, params, config)
     cache = jkv.init(jkv.with_drafter(config, drafter))
 
-`assistant.py` reads Gemma 4's assistants, `eagle3.py` EAGLE-3 heads (in the forms of
-speculators and of SGLang), `multi_token.py` the MTP layer in a target's own checkpoint,
-and `block.py` DFlash and DSpark drafters.
+`load_drafter` returns one of `jkv.drafters`. `assistant.py` reads Gemma 4's assistants,
+`eagle3.py` EAGLE-3 heads (in the formats of speculators and SGLang), `multi_token.py`
+the MTP layer in a target's own checkpoint, and `block.py` DFlash and DSpark drafters.
 """
 
 from pathlib import Path
@@ -42,16 +42,16 @@ def load_drafter(
     """Read a drafter for a target.
 
     Args:
-        folder: a checkpoint of a drafter, or of a small model with the target's
+        folder: checkpoint of a drafter, or of a small model with the target's
             vocabulary; None for the MTP layer in the target's own checkpoint.
-        model: the target.
+        model: the target model.
         params: its parameters; the drafter shares embeddings and output projection.
-        config: the sizes of the target's cache.
-        target: the target's checkpoint, for an MTP layer.
-        num_tokens: draft tokens of a step; None is the checkpoint's, or a default.
+        config: configuration of the target's cache.
+        target: the target's checkpoint, required for an MTP layer.
+        num_tokens: draft tokens per step; None: the checkpoint's number, or a default.
 
     Raises:
-        ValueError: for another kind of checkpoint, or one for another target.
+        ValueError: for an unsupported checkpoint, or a drafter of another target.
     """
     given = Target(model, params, config)
     if folder is None:

@@ -1,8 +1,8 @@
-"""Gemma 4's assistants: small models on the target's own keys.
+"""Gemma 4's assistants: small models that attend to the target's keys.
 
-The assistant's layers have queries alone. A layer attends to the keys of the target's
-last layer of its kind, with a window or without one. A row joins the target's embedding
-of a token with the hidden states before it.
+The assistant's layers have queries only. A layer attends to the keys of the target's
+last layer of its kind, full attention or sliding window. A row's input concatenates the
+target's embedding of a token and the hidden state before it.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from .tensors import Checkpoint
 
 NUM_TOKENS = 4
 
-# Below the least logit of the chosen clusters, as transformers has it.
+# Distance of other tokens' logits below the lowest selected one, as in transformers.
 BELOW = 1.0
 
 
@@ -33,12 +33,12 @@ BELOW = 1.0
 class AssistantModel:
     """The layers of an assistant, a `jkv.drafters.Reader`.
 
-    decoder: its layers; `key_layers` names a producer of each layer's keys, behind the
-        layers' own numbers.
-    producers: layers of the target with the keys, in the order of those numbers.
-    embedding_scale: float, multiplies the target's embeddings.
-    clusters: how many clusters of tokens there are, and how many of them get logits;
-        None for logits of all tokens.
+    decoder: its layers; `key_layers` are indices into `producers`, plus the number of
+        layers.
+    producers: layers of the target with the keys.
+    embedding_scale: float, factor of the target's embeddings.
+    clusters: (int, int), number of token clusters, and number of clusters with logits
+        per row; None: logits of all tokens.
     """
 
     decoder: Decoder
@@ -54,13 +54,13 @@ class AssistantModel:
         cache: jkv.Cache,
         batch: jkv.Batch,
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute a row of each sequence."""
+        """Return logits f32[R, V] and the next hidden states, one row per sequence."""
         config = self.decoder.config
         embedded = jnp.take(params["target_embedding"], tokens, axis=0, mode="clip")
         embedded = embedded * self.embedding_scale
         both = jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1)
         rows = linear(both, params, "into")
-        # The producers' places in the target's groups.
+        # Group and index of each producer in the target's cache.
         number = config.num_layers
         places = tuple(
             cache.find_layer(self.producers[each - number])
@@ -80,9 +80,9 @@ class AssistantModel:
         return self._find_clustered(params, normed), after
 
     def _find_clustered(self, params: dict[str, Any], rows: jax.Array) -> jax.Array:
-        """Return logits of the tokens in each row's best clusters, and less elsewhere.
+        """Return logits of each row's best clusters, and a lower value elsewhere.
 
-        Each cluster holds as many tokens of the vocabulary.
+        All clusters have equally many tokens of the vocabulary.
         """
         count, most = self.clusters
         _, best = jax.lax.top_k(multiply(rows, params["centroids"], jnp.float32), most)
@@ -99,8 +99,8 @@ class AssistantModel:
 def _widen(window: int | None, most: int | None) -> int | None:
     """Return the window of an assistant's row, which is not cached itself.
 
-    transformers lets it see one cached token more than the window has. A group of
-    layers that releases blocks may lack the two oldest of them.
+    In transformers it attends to one cached token more than the window. A group that
+    releases blocks may lack the two oldest tokens.
     """
     if window is None or (most is not None and most < window + 2):
         return window
@@ -110,16 +110,16 @@ def _widen(window: int | None, most: int | None) -> int | None:
 def read_assistant(
     folder: Path, raw: Mapping[str, Any], target: Target, num_tokens: int | None
 ) -> Assistant:
-    """Read an assistant of Gemma 4 for its target.
+    """Read a Gemma 4 assistant for its target.
 
     Raises:
-        ValueError: for a checkpoint of another kind, or for another target.
+        ValueError: for an invalid checkpoint, or a drafter of another target.
     """
     own = target.model.config
     text = dict(raw["text_config"])
     backbone = raw.get("backbone_hidden_size")
     target.check_hidden_size(backbone)
-    # All layers share keys, which the target holds: parsed as layers of their own.
+    # All layers use the target's keys; parse them as layers with their own keys.
     text["num_kv_shared_layers"] = 0
     parsed = parse_config(text | {"tie_word_embeddings": True})
     if own.vocab_size != parsed.vocab_size:
@@ -128,7 +128,7 @@ def read_assistant(
             f"{own.vocab_size}; take an assistant made for this target"
         )
     producers, key_layers = _find_producers(parsed, own)
-    # A peek has no causal order.
+    # Rows of a peek have no causal order, in any layer.
     config = dataclasses.replace(parsed, key_layers=key_layers, span_layers=())
     files = Checkpoint(folder, target.params["embedding"].dtype)
     hidden, clusters = config.hidden_size, None
@@ -162,9 +162,9 @@ _BESIDE = ("pre_projection.", "post_projection.", "masked_embedding.")
 def _find_producers(
     drafting: DecoderConfig, target: DecoderConfig
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the target's layers with keys, and which of them each layer attends to.
+    """Return the target's layers with keys, and each layer's index among them.
 
-    The latter as numbers behind the assistant's layers, which no layer has.
+    The number of layers is added to each index, to differ from every layer's own.
     """
     last: dict[bool, int] = {}
     for layer in range(target.num_cached_layers):

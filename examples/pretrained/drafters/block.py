@@ -1,9 +1,9 @@
-"""DFlash and DSpark drafters: layers of Qwen 3 that draft a block in one pass.
+"""DFlash and DSpark drafters: Qwen 3 layers that draft a block in one pass.
 
-A row of the cache is projected from the target's hidden states; rows of the block are
-embeddings of the newest token and of mask tokens, which attend to each other both ways.
-DSpark adds a bias by the token before each draft token, a product of two matrices. The
-forms of checkpoints: z-lab's and SpecForge's, served by SGLang, and speculators'.
+Cached keys are projected from the target's hidden states. A block's rows are embeddings
+of the newest token and of mask tokens, with bidirectional attention. DSpark adds a bias
+that depends on the token before each draft token, a product of two matrices. Checkpoint
+formats: z-lab's and SpecForge's, served by SGLang, and speculators'.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ MARKOV = "markov_head.markov_w"
 
 @dataclasses.dataclass(frozen=True)
 class BlockRows:
-    """The pass over a block, a `jkv.drafters.BlockReader`.
+    """The forward pass of a block, a `jkv.drafters.BlockReader`.
 
     decoder: the drafter's layers.
-    target: settings of the target, whose embeddings and output projection it uses.
+    target: configuration of the target, for its embeddings and output projection.
     """
 
     decoder: Decoder
@@ -47,7 +47,7 @@ class BlockRows:
         cache: jkv.Cache,
         batch: jkv.Batch,
     ) -> tuple[jax.Array, jkv.Cache]:
-        """Compute a block's rows."""
+        """Return logits of the blocks' rows, f32[R, V], and the cache."""
         rows = jnp.take(params["target"]["embedding"], tokens, axis=0, mode="clip")
         rows = rows * self.target.embedding_scale
         rows, cache, _ = self.decoder.run_layers(params, rows, cache, batch)
@@ -59,7 +59,7 @@ class BlockRows:
 
 
 def add_bias(params: dict[str, Any], logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Add the biases of the tokens after `tokens`, DSpark's Markov head."""
+    """Add DSpark's Markov head to logits, f32[R, V], of the tokens after `tokens`."""
     before = jnp.take(params["markov_in"], tokens, axis=0, mode="clip")
     biases = multiply(before, params["markov_out"], jnp.float32)
     if "draft_tokens" in params:
@@ -69,9 +69,9 @@ def add_bias(params: dict[str, Any], logits: jax.Array, tokens: jax.Array) -> ja
 
 @dataclasses.dataclass(frozen=True)
 class BlockKeys:
-    """The keys of accepted rows, from the target's hidden states.
+    """Writer of the keys of accepted rows, from the target's hidden states.
 
-    config: the drafter's settings.
+    config: the drafter's configuration.
     """
 
     config: DecoderConfig
@@ -83,7 +83,7 @@ class BlockKeys:
         cache: jkv.Cache,
         batch: jkv.Batch,
     ) -> jkv.Cache:
-        """Write the rows' keys in every layer."""
+        """Write keys and values of hidden states [R, A] in every layer."""
         config, matrix = self.config, params["join"]
         rows = multiply(hidden.astype(matrix.dtype), matrix)
         rows = norm(config, rows, params, "join_norm")
@@ -98,10 +98,10 @@ class BlockKeys:
 def read_block(
     folder: Path, raw: Mapping[str, Any], target: Target, num_tokens: int | None
 ) -> Block:
-    """Read a DFlash drafter for its target.
+    """Read a DFlash or DSpark drafter for its target.
 
     Raises:
-        ValueError: for a checkpoint of another kind, or for another target.
+        ValueError: for an invalid checkpoint, or a drafter of another target.
     """
     own = target.model.config
     settings = dict(raw)
@@ -123,7 +123,7 @@ def read_block(
                 "block attend to each other both ways in every layer"
             )
     else:
-        # Inputs of the layers after the named ones.
+        # The listed layers' outputs are inputs of the next ones.
         aux_layers = tuple(layer + 1 for layer in settings["target_layer_ids"])
     target.check_layers(aux_layers)
     files = Checkpoint(folder, target.params["embedding"].dtype)
@@ -162,7 +162,8 @@ def read_block(
     files.finish()
     shared = ("embedding", "head", "head_bias")
     params["target"] = {n: target.params[n] for n in shared if n in target.params}
-    # In DSpark's own form the newest token's row drafts, too; speculators' says so.
+    # In DSpark's own format the newest token's row drafts, too; in speculators' a key
+    # sets this.
     is_native = follow is not None and not is_speculators
     from_newest = bool(settings.get("sample_from_anchor", is_native))
     return Block(
@@ -179,10 +180,10 @@ def read_block(
 
 
 def _find_rank(settings: Mapping[str, Any], files: Checkpoint) -> int:
-    """Return the rank of a Markov head, 0 for none.
+    """Return the rank of a Markov head; 0 without one.
 
     Raises:
-        ValueError: for another kind than published drafters have.
+        ValueError: for a kind that published drafters do not have.
     """
     if f"{MARKOV}1.weight" not in files:
         return 0

@@ -1,4 +1,4 @@
-"""Draft vocabularies: logits of some of the target's tokens."""
+"""Draft vocabularies, subsets of the target's vocabulary."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 def spread_logits(
     params: dict[str, Any], logits: jax.Array, vocab_size: int
 ) -> jax.Array:
-    """Return logits of the target's tokens, f32[R, V], -inf for the others.
+    """Return logits over the target's vocabulary, f32[R, V], -inf for undrafted tokens.
 
     Args:
         params: with "draft_tokens", i32[D], if there is a draft vocabulary.
-        logits: f32[R, D], or f32[R, V] without one.
+        logits: f32[R, D]; f32[R, V] without a draft vocabulary.
         vocab_size: V.
     """
     if "draft_tokens" not in params:

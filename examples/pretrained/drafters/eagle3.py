@@ -1,6 +1,6 @@
-"""EAGLE-3 heads, in the forms of speculators and of SGLang.
+"""EAGLE-3 heads, in the formats of speculators and SGLang.
 
-One layer of a Llama or Qwen 3 whose attention reads two rows side by side: the normed
+One layer of Llama or Qwen 3. Its attention reads two concatenated rows: the normed
 embedding of a token, and the normed hidden state of the token before it.
 """
 
@@ -26,7 +26,7 @@ from .tensors import Checkpoint
 
 NUM_TOKENS = 4
 
-# Tensors of the target that some checkpoints repeat.
+# Copies of the target's tensors, in some checkpoints.
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 
 
@@ -34,11 +34,10 @@ OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 class Eagle3Head:
     """The layer of an EAGLE-3 head, a `jkv.drafters.Head`.
 
-    config: its settings, of one layer.
-    norms_residual: the normed hidden state is added to attention's output, not the
-        hidden state.
-    returns_normed: the hidden state for the next row is the normed one.
-    vocab_size: int, of the target.
+    config: its configuration, with one layer.
+    norms_residual: attention's residual is the normed hidden state.
+    returns_normed: the next row reads the normed hidden state.
+    vocab_size: int, the target's.
     """
 
     config: DecoderConfig
@@ -54,7 +53,7 @@ class Eagle3Head:
         cache: jkv.Cache,
         batch: jkv.Batch,
     ) -> tuple[jax.Array, jax.Array, jkv.Cache]:
-        """Compute rows of the head."""
+        """Return logits f32[R, V], hidden states [R, E] and the cache."""
         config, layer = self.config, params["layer"]
         embedding = params["embedding"]
         embedded = jnp.take(embedding, tokens, axis=0, mode="clip")
@@ -77,18 +76,18 @@ class Eagle3Head:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Projection:
-    """The projection of auxiliary hidden states, f32[..., A] to f32[..., E].
+    """Projection of auxiliary hidden states, [R, A], to f32[R, E].
 
-    epsilon: float, of the norms.
+    epsilon: float, added to the mean square in the norms.
     """
 
     epsilon: float
 
     def __call__(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
-        """Return the head's inputs."""
+        """Return the head's input hidden states, f32[R, E]."""
         matrix = params["join"]
         rows = hidden.astype(matrix.dtype)
-        if "aux_norm" in params:  # of all together, [A], or of each, [layers, E]
+        if "aux_norm" in params:  # [A], one norm; or [layers, E], one per layer
             scale = params["aux_norm"]
             parts = rows.reshape(rows.shape[0], -1, scale.shape[-1])
             wide = scale_to_unit(parts.astype(jnp.float32), self.epsilon)
@@ -103,7 +102,7 @@ def read_eagle3(
     """Read an EAGLE-3 head for its target.
 
     Raises:
-        ValueError: for a checkpoint of another kind, or for another target.
+        ValueError: for an invalid checkpoint, or a drafter of another target.
     """
     own = target.model.config
     layer_config = dict(raw.get("transformer_layer_config") or raw)
@@ -143,7 +142,7 @@ def read_eagle3(
 
 
 def _find_num_tokens(raw: Mapping[str, Any]) -> int | None:
-    """Return the draft tokens of a step that speculators' config.json proposes."""
+    """Return the draft tokens per step in speculators' config.json, or None."""
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return methods[0].get("speculative_tokens")
 
@@ -155,14 +154,14 @@ def _read_weights(
     target: Target,
     num_aux: int,
 ) -> dict[str, Any]:
-    """Return the parameters."""
+    """Return the head's parameters."""
     hidden = config.hidden_size
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in files else "layers.0."
     (run,) = config.runs
     layer = {}
     for name, source in layer_tensors(config, run).items():
         *rest, inner = source.stored
-        # Queries, keys and values read two rows side by side.
+        # Queries, keys and values read two concatenated rows.
         doubled = name in ("query", "key", "value")
         shape = (*rest, 2 * inner) if doubled else source.stored
         layer[name] = files.read(prefix + source.name, shape)

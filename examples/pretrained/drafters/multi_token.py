@@ -1,7 +1,8 @@
-"""The MTP layer in a target's own checkpoint: DeepSeek V3, GLM 4.5, Qwen3-Next.
+"""Multi-token prediction (MTP) layers of DeepSeek V3, GLM 4.5 and Qwen3-Next.
 
-A layer like the target's last one. Its input is a projection of two normed rows: the
-embedding of a token, and the target's last hidden state of the token before it.
+The target's own checkpoint has a layer like its last one. The layer's input is a
+projection of two normed rows: the embedding of a token, and the target's last hidden
+state of the token before it.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ NUM_TOKENS = 2
 class MultiTokenHead:
     """An MTP layer, a `jkv.drafters.Head`.
 
-    decoder: the layer.
+    decoder: a model of this layer only.
     """
 
     decoder: Decoder
@@ -43,7 +44,7 @@ class MultiTokenHead:
         cache: jkv.Cache,
         batch: jkv.Batch,
     ) -> tuple[jax.Array, jax.Array, jkv.Cache]:
-        """Compute rows of the layer."""
+        """Return logits f32[R, V], hidden states [R, E] and the cache."""
         config = self.decoder.config
         embedded = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
         embedded = embedded * config.embedding_scale
@@ -64,7 +65,7 @@ def read_multi_token(
     """Read the MTP layer of a target's checkpoint.
 
     Raises:
-        ValueError: when it has none.
+        ValueError: if there is none.
     """
     own = target.model.config
     config = _describe_layer(own)
@@ -111,7 +112,7 @@ def read_multi_token(
 
 
 def _describe_layer(own: DecoderConfig) -> DecoderConfig:
-    """Return the settings of a layer like the target's last one with attention."""
+    """Return the configuration of one layer like the target's last attention layer."""
     attending = [i for i, each in enumerate(own.layer_mixers) if each == (ATTENTION,)]
     if not attending:
         raise ValueError("the target has no attention layer, and no MTP layer is read")
@@ -124,7 +125,7 @@ def _describe_layer(own: DecoderConfig) -> DecoderConfig:
         name: pick(getattr(own, name), last)
         for name in ("windows", "ropes", "layer_heads", "inner_sizes", "span_layers")
     }
-    # A layer after the last one has experts, if any layer has.
+    # The MTP layer has experts if any layer has.
     return dataclasses.replace(
         own,
         num_layers=1,

@@ -1,4 +1,4 @@
-"""The target of a drafter, and the sizes that a drafter takes from it."""
+"""A drafter's target, and the sizes that follow from it."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ..model import Decoder
 
 
 class Target(NamedTuple):
-    """A target with its parameters, and the sizes of its cache."""
+    """A target model with its parameters and the configuration of its cache."""
 
     model: Decoder
     params: dict[str, Any]
@@ -18,18 +18,18 @@ class Target(NamedTuple):
 
     @property
     def blocks(self) -> jkv.CacheConfig:
-        """The sizes of its first group of attention layers."""
+        """The configuration of its first group of attention layers."""
         if isinstance(self.config, jkv.CacheConfig):
             return self.config
         return self.config.block_groups[0]
 
     @property
     def dtype(self) -> Any:
-        """The storage format of its keys."""
+        """The storage dtype of its keys."""
         return self.blocks.dtype
 
     def size_layers(self, drafting: DecoderConfig) -> jkv.CacheConfig:
-        """Return the sizes of a drafter's layers, for as many sequences and tokens."""
+        """Return a drafter's cache configuration, with the target's limits."""
         fields = attention_fields(drafting, drafting.num_layers)
         if drafting.hides_first:
             fields["value_head_dim"] = fields.get("value_head_dim", fields["head_dim"])
@@ -44,10 +44,10 @@ class Target(NamedTuple):
         )
 
     def check_hidden_size(self, size: int) -> None:
-        """Refuse a drafter for hidden states of another width.
+        """Check the width of the hidden states that a drafter reads.
 
         Raises:
-            ValueError: for another width than the target's.
+            ValueError: if it is not the target's.
         """
         own = self.model.config.hidden_size
         if size != own:
@@ -57,10 +57,10 @@ class Target(NamedTuple):
             )
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Refuse a drafter for hidden states of layers that the target lacks.
+        """Check the layers that a drafter reads the inputs of.
 
         Raises:
-            ValueError: for a number above the target's number of layers.
+            ValueError: for a layer outside 0..L, where L is the target's final norm.
         """
         count = self.model.config.num_layers
         if not all(0 <= layer <= count for layer in layers):

@@ -1,4 +1,4 @@
-"""Reading the tensors of a drafter's checkpoint."""
+"""Reader of the tensors of a drafter's checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,23 +12,23 @@ from ..files import Tensors, find_tensors
 
 
 class Checkpoint:
-    """A drafter's tensors; `finish` refuses unread ones."""
+    """A drafter's tensors; `finish` raises if any were not read."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
-        """Open the files."""
+        """Open the files; parameters are converted to `dtype`."""
         self._tensors = Tensors(find_tensors(folder), None, names_as_stored=True)
         self.dtype = jnp.dtype(dtype)
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        """True if the checkpoint has a tensor."""
+        """Return True if the checkpoint has a tensor of this name."""
         return name in self._tensors.paths
 
     def read(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return a parameter.
+        """Return a parameter of `shape`.
 
         Raises:
-            ValueError: when it is missing or misshapen.
+            ValueError: if it is missing or has another shape.
         """
         self._read.add(name)
         return jnp.asarray(self._tensors.read(name, shape).astype(self.dtype))
@@ -37,7 +37,7 @@ class Checkpoint:
         """Return a tensor of token ids or offsets, i32[size].
 
         Raises:
-            ValueError: when it is missing or misshapen.
+            ValueError: if it is missing or has another shape.
         """
         if name not in self:
             raise ValueError(f"the checkpoint lacks the tensor {name!r}")
@@ -54,26 +54,26 @@ class Checkpoint:
         """Return the target's ids of a draft vocabulary, i32[size].
 
         Raises:
-            ValueError: when "d2t" is missing or misshapen.
+            ValueError: if "d2t" is missing or has another shape.
         """
-        # The distance of each draft token's id to the target's.
+        # "d2t" holds the distance of each draft id to the target's id.
         return jnp.asarray(self.read_ids("d2t", size) + np.arange(size, dtype=np.int32))
 
     def read_all(
         self, names: Mapping[str, tuple[str, tuple[int, ...]]]
     ) -> dict[str, Any]:
-        """Return parameters by name, from the name and shape of each tensor."""
+        """Return parameters, given the name and shape of each one's tensor."""
         return {name: self.read(*source) for name, source in names.items()}
 
     def ignore(self, *names: str) -> None:
-        """Skip tensors that repeat the target's."""
+        """Mark tensors as read, such as copies of the target's."""
         self._read |= set(names)
 
     def finish(self) -> None:
-        """Refuse tensors that were not read.
+        """Check that all tensors were read.
 
         Raises:
-            ValueError: when there are any; a drafter without them would draft worse.
+            ValueError: if any was not; a drafter without it would draft worse.
         """
         rest = sorted(set(self._tensors.paths) - self._read)
         if rest:
