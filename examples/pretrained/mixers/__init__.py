@@ -1,6 +1,6 @@
-"""Token mixers of layers that keep a state instead of keys and values.
+"""Token mixers with a recurrent state.
 
-`mixer.py` defines the interface of each; `MIXERS` names them.
+`mixer.py` defines their interface; `MIXERS` lists them.
 """
 
 from .convolved_heads import CONVOLVED_HEADS
@@ -11,7 +11,7 @@ from .short_convolution import SHORT_CONVOLUTION
 
 __all__ = ["MIXERS", "Mixer"]
 
-# By the names that `DecoderConfig.mixers` has.
+# By their names in `DecoderConfig.mixers`.
 MIXERS: dict[str, Mixer] = {
     "convolved_heads": CONVOLVED_HEADS,
     "delta_rule": DELTA_RULE,

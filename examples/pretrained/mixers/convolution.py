@@ -1,7 +1,7 @@
-"""A short causal convolution of each channel: the start of a layer with a state.
+"""Short causal convolution per channel, with the previous inputs as the state.
 
-A token's output is a weighted sum of its own input and of the `K - 1` before it, which
-are the state. Symbols: `C` tokens of a piece, `...` axes of channels.
+A token's output is a weighted sum of its own input and the `K - 1` previous ones.
+Symbols: `K` kernel size, `C` tokens of a chunk, `...` axes of channels.
 """
 
 import jax
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 def convolve_token(
     past: jax.Array, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Read one token.
+    """Convolve one token.
 
     Args:
-        past: [K - 1, ...], the inputs before it, oldest first.
-        x: [...], its input.
-        weight: [..., K], the last for the token itself.
+        past: [K - 1, ...], previous inputs, oldest first.
+        x: [...], the token's input.
+        weight: [..., K]; the last entry multiplies the token itself.
 
     Returns:
-        The inputs before the next token, and the sum [...], in float32.
+        The previous inputs of the next token, and the sum, f32[...].
     """
     window = jnp.concatenate([past, x[None].astype(past.dtype)])
     wide, taps = window.astype(jnp.float32), jnp.moveaxis(weight, -1, 0)
@@ -29,16 +29,16 @@ def convolve_token(
 def convolve_piece(
     past: jax.Array, x: jax.Array, weight: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Read the first tokens of a piece.
+    """Convolve the first tokens of a chunk.
 
     Args:
-        past: [K - 1, ...].
-        x: [C, ...], zeros past the count.
+        past: [K - 1, ...], previous inputs, oldest first.
+        x: [C, ...], zeros from `count` on.
         weight: [..., K].
-        count: i32[], tokens that count.
+        count: i32[], number of valid tokens.
 
     Returns:
-        The inputs before the next token, and the sums [C, ...], in float32.
+        The previous inputs of the token after them, and the sums, f32[C, ...].
     """
     width, size = weight.shape[-1], x.shape[0]
     window = jnp.concatenate([past, x.astype(past.dtype)])

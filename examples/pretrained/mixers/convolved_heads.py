@@ -1,12 +1,12 @@
 """Convolved queries, keys and values (https://arxiv.org/abs/2510.04476).
 
-Queries and keys are convolved twice: each channel over recent tokens, then the channels
-of a head together. The mean of a query's and its key's projections is added, and both
-sums are scaled to one length. Half of the values are the previous token's. The newest
-inputs of all three are the state.
+Queries and keys pass two convolutions: per channel, then over the channels of a head.
+The mean of a query's and its key's projections is added, and both sums are scaled to
+the same length. Half of the values are the previous token's. The newest inputs of all
+three are the state.
 
 Symbols: `R` rows, `E` hidden size, `H` query heads, `K` key-value heads, `D` head dim,
-`W` kept tokens, `C` tokens of a piece.
+`W` tokens of the state, `C` tokens of a chunk.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from ..layers import Weights, linear, multiply
 from ..sources import Source, list_whole
 from .mixer import Fold, Mixer
 
-# Tokens of a piece. The work per token does not depend on it.
+# Tokens of a chunk. The work per token does not depend on it.
 CHUNK = 64
 
 CONVOLVED = ("query", "key")
@@ -28,7 +28,7 @@ CONVOLVED = ("query", "key")
 def apply(
     config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Return queries, keys and values of a layer: see `Mixer`."""
+    """Return queries, keys and values of a layer, as `Mixer.apply`."""
     heads = _list_heads(config)
     given = {
         name: linear(x, weights, f"convolved_{name}").astype(jnp.float32)
@@ -59,17 +59,17 @@ def apply(
 
 
 class Rules:
-    """The rule for one sequence, in its two forms."""
+    """The recurrence of one sequence, by token and by chunk."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        """Read tokens with the weights of a layer."""
+        """Store the configuration and the layer's parameters."""
         self._config = config
         self._weights = weights
 
     def read_token(
         self, state: dict[str, jax.Array], given: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return the state after a token, and convolved heads and the late value."""
+        """Return the state after a token, its convolved heads and delayed value."""
         piece = {name: array[None] for name, array in given.items()}
         state, outputs = self.read_piece(state, piece, jnp.int32(1))
         return state, {name: array[0] for name, array in outputs.items()}
@@ -80,7 +80,7 @@ class Rules:
         given: dict[str, jax.Array],
         count: jax.Array,
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return the state after the first tokens of a piece, and the same of each."""
+        """Return the state after `count` tokens of a chunk, and each one's outputs."""
         past, outputs = {}, {}
         for name, rows in given.items():
             old = state[f"past_{name}"]
@@ -96,7 +96,7 @@ class Rules:
         return past, outputs
 
     def _convolve(self, name: str, window: jax.Array) -> jax.Array:
-        """Return f32[C, heads, D] of the inputs f32[W + C, heads, D]."""
+        """Convolve f32[W + C, heads, D] to f32[C, heads, D]."""
         heads, dim = window.shape[1:]
         first, second = self._config.convolved_heads.widths
         taps, taps_bias, mix, mix_bias = (
@@ -147,7 +147,7 @@ CONVOLVED_HEADS = Mixer(list_tensors, apply, feeds_attention=True)
 
 
 def _list_heads(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Return heads and components of the convolved rows."""
+    """Return the number of heads and the head dim of convolved rows."""
     dim = config.head_dim
     return dict(query=(config.num_heads, dim), key=(config.num_kv_heads, dim))
 

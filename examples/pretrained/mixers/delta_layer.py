@@ -1,11 +1,11 @@
 """Layers with the gated delta rule: Qwen3-Next, OLMo Hybrid, Kimi Linear, Ling 3.
 
-Queries, keys and values go through a short convolution each, and its newest inputs are
-a part of the state; a head's matrix is the other. Queries, keys and values have arrays
-of their own in it, so that devices can share their heads.
+Queries, keys and values pass a short convolution each. The state is the newest inputs
+of these and a matrix per head. Queries, keys and values have separate arrays in it, so
+that heads can be sharded over devices.
 
-Symbols: `R` rows, `E` hidden size, `G` key heads, `H` heads of the matrix, `D` and `V`
-components of a key and a value, `K` tokens that the convolution sees.
+Symbols: `R` rows, `E` hidden size, `G` key heads, `H` heads of the state, `D` and `V`
+components of a key and a value, `K` kernel size, `C` tokens of a chunk.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ from .convolution import convolve_piece, convolve_token
 from .delta_rule import Tokens, correct_once, correct_piece
 from .mixer import Fold, Mixer
 
-# Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU, and the
-# triangular system of a piece costs less than its products.
+# Tokens of a chunk: products of 64 x 64 fill the matrix units of a GPU, and the
+# triangular system of a chunk costs less than its products.
 CHUNK = 64
 
-# Added to the square of a key's length before it is scaled to 1.
+# Added to the squared length of queries and keys before they are scaled to length 1.
 LENGTH_EPSILON = 1e-6
 
 CONVOLVED = ("query", "key", "value")
@@ -35,7 +35,7 @@ CONVOLVED = ("query", "key", "value")
 def apply(
     config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
 ) -> tuple[jax.Array, Any]:
-    """Send rows through a layer: see `Mixer`."""
+    """Apply a layer to rows, as `Mixer.apply`."""
     sizes = config.delta_rule
     inputs = _project(sizes, weights, x)
     rules = _Rules(sizes, weights)
@@ -48,7 +48,7 @@ def apply(
 
 
 class _Rules:
-    """The rule for one sequence, in its two forms."""
+    """The recurrence of one sequence, by token and by chunk."""
 
     def __init__(self, sizes: DeltaRule, weights: Weights) -> None:
         self._sizes = sizes
@@ -57,7 +57,7 @@ class _Rules:
     def read_token(
         self, state: dict[str, jax.Array], given: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after a token, and its query's result, [H, V]."""
+        """Return the state after a token, and the output, f32[H, V]."""
         past, convolved = {}, {}
         for name in CONVOLVED:
             old, taps = state[f"past_{name}"], self._find_taps(name)
@@ -73,19 +73,19 @@ class _Rules:
         given: dict[str, jax.Array],
         count: jax.Array,
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after the first tokens of a piece, and outputs [C, H, V]."""
+        """Return the state after `count` tokens of a chunk, and outputs [C, H, V]."""
         past, convolved = {}, {}
         for name in CONVOLVED:
             old, taps = state[f"past_{name}"], self._find_taps(name)
             new, convolved[name] = convolve_piece(old, given[name], taps, count)
             past[f"past_{name}"] = new
-        # Past the count decay and strength are zeros: such a token changes nothing.
+        # From `count` on, decay and strength are zeros: no change of the matrix.
         tokens = self._make_tokens(convolved, given["decay"], given["strength"])
         memory, outputs = correct_piece(state["memory"], tokens)
         return past | {"memory": memory}, outputs
 
     def _find_taps(self, name: str) -> jax.Array:
-        """Return the convolution's weights, [heads, dim, K]."""
+        """Return the weights of the convolution, [heads, dim, K]."""
         dim = self._sizes.value_dim if name == "value" else self._sizes.key_dim
         stored = self._weights[f"delta_{name}_taps"]
         return stored.reshape(-1, dim, self._sizes.width)
@@ -93,7 +93,7 @@ class _Rules:
     def _make_tokens(
         self, convolved: dict[str, jax.Array], decays: jax.Array, strengths: jax.Array
     ) -> Tokens:
-        """Return the rule's inputs about a token, or about a piece."""
+        """Return the delta rule's inputs of a token or a chunk."""
         query, key, value = (jax.nn.silu(convolved[name]) for name in CONVOLVED)
         sharing = self._sizes.num_heads // self._sizes.num_key_heads
         query, key = (
@@ -104,7 +104,7 @@ class _Rules:
 
 
 def list_tensors(config: DecoderConfig) -> dict[str, Source]:
-    """Return where the parameters come from."""
+    """Return the sources of the parameters."""
     sizes, hidden = config.delta_rule, config.hidden_size
     keys, values = _count_channels(sizes)
     rates = keys if sizes.forgets_by_channel else sizes.num_heads
@@ -122,7 +122,7 @@ def list_tensors(config: DecoderConfig) -> dict[str, Source]:
         delta_norm=(sizes.value_dim,),
         delta_output=(hidden, values),
     )
-    # One rate for each head, with any number of axes of one element beside them.
+    # One rate per head; axes of one element beside it depend on the architecture.
     stored = (sizes.num_heads,) if sizes.gates is None else (1, 1, sizes.num_heads, 1)
     table["delta_rate"] = Source((sizes.num_heads,), stored, np.ravel)
     if sizes.gates is not None:
@@ -137,12 +137,12 @@ DELTA_RULE = Mixer(list_tensors, apply)
 
 
 def _project(sizes: DeltaRule, weights: Weights, x: jax.Array) -> dict[str, jax.Array]:
-    """Return the rule's inputs of each row, in float32."""
+    """Return the delta rule's inputs of each row, in float32."""
     inputs = {
         name: linear(x, weights, f"delta_{name}").reshape(x.shape[0], *heads)
         for name, heads in _list_heads(sizes).items()
     }
-    # In float32 from here on: a product of many decays shows each one's rounding.
+    # In float32 from here on: a product of many decays adds up their rounding.
     raw = linear(_squeeze(weights, x, "delta_decay"), weights, "delta_decay")
     shifted = (
         raw.astype(jnp.float32) + weights["delta_offset"].astype(jnp.float32)[None]
@@ -159,7 +159,7 @@ def _project(sizes: DeltaRule, weights: Weights, x: jax.Array) -> dict[str, jax.
 
 
 def _squeeze(weights: Weights, x: jax.Array, name: str) -> jax.Array:
-    """Return rows as the gates are made of, of a lower rank where they have one."""
+    """Return the input of a gate's last projection; `x` for gates of full rank."""
     down = f"{name}_down"
     return linear(x, weights, down) if down in weights else x
 
@@ -167,7 +167,7 @@ def _squeeze(weights: Weights, x: jax.Array, name: str) -> jax.Array:
 def _norm_heads(
     sizes: DeltaRule, weights: Weights, heads: jax.Array, gate: jax.Array
 ) -> jax.Array:
-    """Norm each head's output [R, H, V], then weigh it, in the gate's dtype."""
+    """Apply RMSNorm to each head's output, [R, H, V], and the gate, in its dtype."""
     mean_square = jnp.mean(heads * heads, axis=-1, keepdims=True)
     normed = heads * jax.lax.rsqrt(mean_square + sizes.norm_epsilon)
     normed = normed * weights["delta_norm"].astype(jnp.float32)[None, None, :]
@@ -183,21 +183,21 @@ def _scale_to_one(x: jax.Array) -> jax.Array:
 
 
 def _list_heads(sizes: DeltaRule) -> dict[str, tuple[int, int]]:
-    """Return heads and components of the convolved rows."""
+    """Return the number of heads and the head dim of convolved rows."""
     keys = sizes.num_key_heads, sizes.key_dim
     return dict(query=keys, key=keys, value=(sizes.num_heads, sizes.value_dim))
 
 
 def _count_channels(sizes: DeltaRule) -> tuple[int, int]:
-    """Return the channels of all keys, and of all values."""
+    """Return the number of channels of keys, and of values."""
     return sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
 
 
 def _list_grouped(sizes: DeltaRule, hidden: int) -> dict[str, Source]:
-    """Return sources of projections that lie together, a key head after the other.
+    """Return sources of projections that are grouped by key head.
 
-    One tensor has of each key head its query, key, the values of its heads and their
-    gates; another its heads' strengths and decays.
+    One tensor has, for each key head, its query, its key, and the values and gates of
+    its heads; another has the heads' strengths and decays.
     """
     sharing = sizes.num_heads // sizes.num_key_heads
     keys, values = sizes.key_dim, sharing * sizes.value_dim

@@ -1,19 +1,18 @@
-"""The gated delta rule: a matrix that each token reads, corrects and lets fade.
+"""Gated delta rule: each token decays, reads and corrects a matrix.
 
-A head keeps a matrix that maps keys to values. A token lowers it by its decay, reads
-the value for the token's key, and moves that towards the token's value; its query then
-reads the output (Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.1).
-With a rate for each channel of the key it is Kimi Delta Attention
+A head's matrix maps keys to values. A token multiplies it by a decay, reads the value
+of its key, and corrects that towards its own value; the token's query then reads the
+output (Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.1). With a
+decay per channel of the key it is Kimi Delta Attention
 (https://arxiv.org/abs/2510.26692).
 
-Many tokens at once: a token's change depends on the changes before it, by products of
-their keys. In a piece of `C` tokens that is one triangular system for all changes
-together, and everything else are products of matrices (the WY representation,
-https://arxiv.org/abs/2406.06484, section 3.2, with the rates of 2412.06464, section
-3.3).
+In a chunk, a token's change depends on earlier changes, by products of their keys. For
+`C` tokens this is one triangular system, and the rest are matrix products (the WY
+representation, https://arxiv.org/abs/2406.06484, section 3.2, with the decays of
+2412.06464, section 3.3).
 
-Symbols: `H` heads, `C` tokens of a piece, `D` and `V` components of a key and a value.
-All is float32.
+Symbols: `H` heads, `C` tokens of a chunk, `D` and `V` components of a key and a value.
+All arrays are float32.
 """
 
 from typing import NamedTuple
@@ -21,35 +20,35 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# With a rate for each channel, tokens are compared in blocks of this size.
+# Tokens per block in `_compare_channels`, for decays per channel.
 BLOCK = 16
 
 PRECISE = jax.lax.Precision.HIGHEST
 
 
 class Tokens(NamedTuple):
-    """The rule's inputs of tokens, each array with or without the axis of a piece."""
+    """Inputs of the delta rule: of a chunk, or of one token without the axis C."""
 
     queries: jax.Array  # [C, H, D], scaled
     keys: jax.Array  # [C, H, D], of length 1
     values: jax.Array  # [C, H, V]
-    decays: jax.Array  # [C, H, 1] or [C, H, D], the logarithm of the remaining share
-    strengths: jax.Array  # [C, H], how far a value is corrected
+    decays: jax.Array  # [C, H, 1] or [C, H, D], logarithms of the remaining fraction
+    strengths: jax.Array  # [C, H], factor of a correction
 
 
 def correct_once(memory: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Read one token.
+    """Apply the delta rule to one token.
 
     Args:
-        memory: [H, D, V].
-        token: without the axis C.
+        memory: [H, D, V], the matrices.
+        token: inputs without the axis C.
 
     Returns:
-        The matrix after it, and the output [H, V].
+        The matrices after the token, and the output, [H, V].
     """
     left = jnp.exp(token.decays)
-    # Key and query read the old matrix together; the query's share of the change
-    # follows from its product with the key.
+    # One product reads the old matrix for key and query; the query's output of the
+    # change follows from its product with the key.
     readers = jnp.stack([token.keys, token.queries]) * left[None]
     found, output = jnp.einsum("xhd,hdv->xhv", readers, memory, precision=PRECISE)
     change = (token.values - found) * token.strengths[:, None]
@@ -59,27 +58,27 @@ def correct_once(memory: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array
 
 
 def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Read all tokens of a piece; their number is a power of two.
+    """Apply the delta rule to a chunk; C is a power of two.
 
-    A token that does not count has the strength 0 and the decay 0.
+    Strength 0 and log decay 0 mark invalid tokens.
 
     Args:
-        memory: [H, D, V], before the piece.
-        tokens: of the piece.
+        memory: [H, D, V], the matrices before the chunk.
+        tokens: inputs of the chunk.
 
     Returns:
-        The matrix after it, and the outputs [C, H, V].
+        The matrices after the chunk, and the outputs, [C, H, V].
     """
     queries, keys, values, decays, strengths = (
         jnp.moveaxis(array, 1, 0) for array in tokens
     )
-    faded = jnp.cumsum(decays, axis=1)  # [H, C, 1 or D], since before the piece
+    faded = jnp.cumsum(decays, axis=1)  # [H, C, 1 or D], since the chunk's start
     left = jnp.exp(faded)
     size = keys.shape[1]
     earlier = jnp.tril(jnp.ones((1, size, size), bool), -1)
 
-    # Each change is the difference of its value from the old matrix's value for the key
-    # plus the additions of earlier changes in the piece.
+    # A change is the value minus the old matrix's value of the key, and minus the
+    # contributions of earlier changes in the chunk.
     between = _compare(keys, keys, faded) * strengths[..., None]
     lacking = values - jnp.einsum("hcd,hdv->hcv", keys * left, memory)
     solver = invert_unit_triangle(jnp.where(earlier, between, 0.0))
@@ -99,9 +98,9 @@ def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Arr
 def invert_unit_triangle(below: jax.Array) -> jax.Array:
     """Invert the unit matrix plus a strictly lower triangle, [H, C, C].
 
-    Blocks of the diagonal are inverted by halves, blocks of one element first:
-    of [[P, 0], [R, Q]] the inverse is [[P', 0], [-Q' R P', Q']]. Products alone, and
-    none of them grows beyond the inverse's own values, as powers of the triangle would.
+    Diagonal blocks are inverted in pairs, from one element up: the inverse of
+    [[P, 0], [R, Q]] is [[P', 0], [-Q' R P', Q']]. This needs products only, and no
+    value exceeds the inverse's own, as in powers of the triangle.
     """
     heads, size = below.shape[:2]
     inverse = jnp.ones((heads, size, 1, 1), below.dtype)
@@ -124,15 +123,15 @@ def invert_unit_triangle(below: jax.Array) -> jax.Array:
 
 
 def _compare(rows: jax.Array, keys: jax.Array, faded: jax.Array) -> jax.Array:
-    """Return products of rows with keys that faded up to the row, [H, C, C].
+    """Return products of rows with keys decayed until the row, [H, C, C].
 
-    That is ``sum_d rows[i, d] keys[j, d] exp(faded[i, d] - faded[j, d])`` for keys j up
-    to the row i; the other entries are finite and mean nothing.
+    Entry (i, j) is ``sum_d rows[i, d] keys[j, d] exp(faded[i, d] - faded[j, d])`` for
+    j <= i; other entries are finite and have no meaning.
 
     Args:
         rows: [H, C, D].
         keys: [H, C, D].
-        faded: [H, C, 1] or [H, C, D], sums of decays, which fall from token to token.
+        faded: [H, C, 1] or [H, C, D], cumulative sums of decays, not increasing.
     """
     if faded.shape[-1] == 1:
         between = faded - jnp.swapaxes(faded, 1, 2)
@@ -142,11 +141,11 @@ def _compare(rows: jax.Array, keys: jax.Array, faded: jax.Array) -> jax.Array:
 
 
 def _compare_channels(rows: jax.Array, keys: jax.Array, faded: jax.Array) -> jax.Array:
-    """Return `_compare` where each channel fades by its own rate.
+    """Return `_compare` for decays per channel.
 
-    Neither factor of ``exp(faded[i]) exp(-faded[j])`` can be had alone: the second
-    overflows. So a block of rows has both of them from its first row, where no exponent
-    of an earlier key is above 0; and inside a block the sum is taken as it is.
+    In ``exp(faded[i]) exp(-faded[j])`` the second factor alone overflows. So both
+    factors of a block of rows are relative to its first row, where the exponents of
+    earlier keys are at most 0; inside a block the sum is computed directly.
     """
     heads, size, dim = rows.shape
     width = min(BLOCK, size)
@@ -158,7 +157,7 @@ def _compare_channels(rows: jax.Array, keys: jax.Array, faded: jax.Array) -> jax
     blocks = split(faded)
     start = blocks[:, :, :1]
     near = split(rows) * jnp.exp(blocks - start)
-    # [H, blocks, C, D]: every key, as it has faded when a block begins.
+    # [H, blocks, C, D]: every key, decayed until the start of a block.
     far = keys[:, None] * jnp.exp(jnp.minimum(start - faded[:, None], 0.0))
     products = jnp.einsum("hbid,hbjd->hbij", near, far)
 

@@ -1,12 +1,10 @@
-"""Layers of Mamba 2: Granite 4, Nemotron-H, Falcon-H1, Bamba, and Mamba2 itself.
+"""Mamba 2 layers: Granite 4, Nemotron-H, Falcon-H1, Bamba, and Mamba2 itself.
 
-Values, keys and queries go through a short convolution each, and its newest inputs are
-a part of the state; the heads' memories are the other. All have arrays of their own in
-it, so that devices can share the heads: keys and queries, which groups of heads have in
-common, are on every device.
+Values, keys and queries pass a short convolution each. The state is the newest inputs
+of these and a matrix per head, in separate arrays, so that heads can be sharded over
+devices; keys and queries, shared by groups of heads, are replicated.
 
-Symbols as in `state_space.py`; `R` rows, `E` hidden size, `K` tokens that the
-convolution sees.
+Symbols as in `state_space.py`; `R` rows, `E` hidden size, `K` kernel size.
 """
 
 from typing import Any
@@ -22,19 +20,19 @@ from .convolution import convolve_piece, convolve_token
 from .mixer import Fold, Mixer
 from .state_space import Tokens, remember_piece, remember_token
 
-# Tokens of a piece: products of 64 x 64 fill the matrix units of a GPU.
+# Tokens of a chunk: products of 64 x 64 fill the matrix units of a GPU.
 CHUNK = 64
 
 CONVOLVED = ("x", "b", "c")
 
-# Parts of the first projection, in the order that tensors have.
+# Parts of the input projection, in the order of the tensor's rows.
 PROJECTED = ("gate", *CONVOLVED, "step")
 
 
 def apply(
     config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
 ) -> tuple[jax.Array, Any]:
-    """Send rows through a layer: see `Mixer`."""
+    """Apply a layer to rows, as `Mixer.apply`."""
     sizes = config.state_space
     gates, inputs = project(sizes, weights, x)
     rules = Rules(sizes, weights)
@@ -45,17 +43,17 @@ def apply(
 
 
 class Rules:
-    """The rule for one sequence, in its two forms."""
+    """The recurrence of one sequence, by token and by chunk."""
 
     def __init__(self, sizes: StateSpace, weights: Weights) -> None:
-        """Read tokens with the weights of a layer."""
+        """Store the sizes and the layer's parameters."""
         self._sizes = sizes
         self._weights = weights
 
     def read_token(
         self, state: dict[str, jax.Array], given: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after a token, and its output, f32[H, P]."""
+        """Return the state after a token, and the output, f32[H, P]."""
         past, read = {}, {}
         for name in CONVOLVED:
             old, taps = state[f"past_{name}"], self._find_taps(name)
@@ -71,28 +69,28 @@ class Rules:
         given: dict[str, jax.Array],
         count: jax.Array,
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after the first tokens of a piece, and outputs [C, H, P]."""
+        """Return the state after `count` tokens of a chunk, and outputs [C, H, P]."""
         past, read = {}, {}
         for name in CONVOLVED:
             old, taps = state[f"past_{name}"], self._find_taps(name)
             new, sums = convolve_piece(old, given[name], taps, count)
             past[f"past_{name}"], read[name] = new, self._activate(name, sums)
-        # Past the count steps are zeros: such a token changes nothing.
+        # From `count` on, steps are zeros: no change of the matrix.
         tokens = Tokens(**read, step=given["step"], rate=self._find_rate())
         memory, outputs = remember_piece(state["memory"], tokens)
         return past | {"memory": memory}, self._skip(outputs, read["x"])
 
     def _find_taps(self, name: str) -> jax.Array:
-        """Return the convolution's weights, [heads or groups, dim, K]."""
+        """Return the weights of the convolution, [heads or groups, dim, K]."""
         stored = self._weights[f"mamba_{name}_taps"]
         return stored.reshape(*_list_heads(self._sizes)[name], self._sizes.width)
 
     def _find_rate(self) -> jax.Array:
-        """Return the rate of each head's decay, f32[H]."""
+        """Return each head's decay rate, f32[H], below 0."""
         return -jnp.exp(self._weights["mamba_rate"].astype(jnp.float32))
 
     def _activate(self, name: str, sums: jax.Array) -> jax.Array:
-        """Return the activation of a convolution's sums, of a token or a piece."""
+        """Add the bias, if any, to a convolution's sums, and apply SiLU."""
         bias = self._weights.get(f"mamba_{name}_taps_bias")
         if bias is not None:
             heads = bias.astype(jnp.float32).reshape(_list_heads(self._sizes)[name])
@@ -100,7 +98,7 @@ class Rules:
         return jax.nn.silu(sums)
 
     def _skip(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the share of the values that passes by the memory."""
+        """Add the skip connection from the values, with a factor per head."""
         skip = self._weights["mamba_skip"].astype(jnp.float32)[:, None]
         return outputs + x * jnp.expand_dims(skip, range(x.ndim - skip.ndim))
 
@@ -108,16 +106,16 @@ class Rules:
 def project(
     sizes: StateSpace, weights: Weights, x: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the gates of rows, and the rule's inputs.
+    """Return the gates of rows, and the inputs of the recurrence.
 
     Args:
-        sizes: of the layer.
-        weights: of the layer.
+        sizes: the layer's sizes.
+        weights: the layer's parameters.
         x: [R, E].
 
     Returns:
-        [R, H, P]; and of each row, in float32, ``x`` [H, P], ``b`` and ``c`` [G, N]
-        before their convolutions, and ``step`` [H].
+        The gates, [R, H, P]; and ``x`` f32[R, H, P], ``b`` and ``c`` f32[R, G, N],
+        all before their convolutions, and ``step`` f32[R, H].
     """
     heads = _list_heads(sizes)
     shapes = {"gate": heads["x"], **heads, "step": (sizes.num_heads,)}
@@ -142,17 +140,17 @@ def gather_heads(
     outputs: jax.Array,
     gates: jax.Array,
 ) -> jax.Array:
-    """Gate and norm the rule's output, and project it to the hidden size.
+    """Gate and norm the recurrence's output, and project it to the hidden size.
 
     Args:
-        sizes: of the layer.
-        epsilon: added to the mean square of a norm.
-        weights: of the layer.
+        sizes: the layer's sizes.
+        epsilon: added to the mean square in the norm.
+        weights: the layer's parameters.
         outputs: f32[R, H, P].
         gates: [R, H, P], from `project`.
 
     Returns:
-        [R, E], of the gates' dtype.
+        [R, E], in the gates' dtype.
     """
     opened = jax.nn.silu(gates.astype(jnp.float32))
     heads = outputs if sizes.norm == "before" else outputs * opened
@@ -168,7 +166,7 @@ def gather_heads(
 
 
 def list_tensors(config: DecoderConfig) -> dict[str, Source]:
-    """Return where the parameters come from."""
+    """Return the sources of the parameters."""
     sizes, hidden = config.state_space, config.hidden_size
     channels = {name: a * b for name, (a, b) in _list_heads(sizes).items()}
     inner, heads = channels["x"], (sizes.num_heads,)
@@ -192,6 +190,6 @@ MAMBA2 = Mixer(list_tensors, apply)
 
 
 def _list_heads(sizes: StateSpace) -> dict[str, tuple[int, int]]:
-    """Return heads and their dim, or groups and theirs, of the convolved rows."""
+    """Return the number of heads or groups, and their dim, of convolved rows."""
     shared = sizes.num_groups, sizes.state_dim
     return dict(x=(sizes.num_heads, sizes.head_dim), b=shared, c=shared)

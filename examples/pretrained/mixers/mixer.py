@@ -1,4 +1,4 @@
-"""The model's interface to a kind of layer with a state."""
+"""Interface between the model and token mixers with a recurrent state."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,21 +9,21 @@ from ..config import DecoderConfig
 from ..layers import Weights
 from ..sources import Source
 
-# Carries states along, as ``jkv.fold_state`` does for a layer of a cache: (rule,
+# Updates states by a rule, as ``jkv.fold_state`` for a layer of a cache: (rule,
 # inputs, chunk_rule=, chunk_size=) -> (outputs, the holder of the new states).
 Fold = Callable[..., tuple[Any, Any]]
 
 
 class Mixer(NamedTuple):
-    """A kind of layer with a state: its parameters, and its computation with a rule.
+    """A token mixer with a recurrent state: its parameters and its computation.
 
-    Its state is `DecoderConfig.state`, with the names that the rule has.
+    The state's arrays are those of `DecoderConfig.state`, by the names in the rule.
     """
 
-    # config -> where its parameters come from, by names that begin alike.
+    # config -> sources of its parameters, by names with a common prefix.
     list_tensors: Callable[[DecoderConfig], dict[str, Source]]
     # (config, weights, x [R, E], fold) -> [R, E], and fold's second result.
     apply: Callable[[DecoderConfig, Weights, jax.Array, Fold], tuple[Any, Any]]
-    # Instead of [R, E] `apply` returns the rows that the layer attends with, by name:
-    # "query" [R, H * D], "key" and "value" [R, K * D].
+    # True: instead of [R, E], `apply` returns the inputs of attention by name, "query"
+    # [R, H * D], "key" and "value" [R, K * D].
     feeds_attention: bool = False

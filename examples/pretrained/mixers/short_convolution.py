@@ -1,10 +1,9 @@
-"""Layers of LFM2 that look back a few tokens only (https://arxiv.org/abs/2511.23404).
+"""Gated short convolutions of LFM2 (https://arxiv.org/abs/2511.23404).
 
-Between two gates, which are products of the layer's input like the gated rows, each
-channel is convolved with its last tokens. These are all of the state.
+A causal convolution per channel between two gates; gates and rows are projections of
+the layer's input. The newest inputs of the convolution are the whole state.
 
-Symbols: `R` rows, `E` hidden size, `K` tokens that the convolution sees, `C` tokens of
-a piece.
+Symbols: `R` rows, `E` hidden size, `C` tokens of a chunk.
 """
 
 from typing import Any
@@ -18,17 +17,17 @@ from ..sources import Source, list_whole
 from .convolution import convolve_piece, convolve_token
 from .mixer import Fold, Mixer
 
-# Tokens of a piece. Its work is that of its tokens, however many.
+# Tokens of a chunk. The work per token does not depend on it.
 CHUNK = 64
 
-# Parts of the first projection, in the order that tensors have.
+# Parts of the input projection, in the order of the tensor's rows.
 PROJECTED = ("first", "second", "x")
 
 
 def apply(
     config: DecoderConfig, weights: Weights, x: jax.Array, fold: Fold
 ) -> tuple[jax.Array, Any]:
-    """Send rows through a layer: see `Mixer`."""
+    """Apply a layer to rows, as `Mixer.apply`."""
     del config
     gates, inputs = project(weights, x)
     rules = Rules(weights)
@@ -39,17 +38,17 @@ def apply(
 
 
 class Rules:
-    """The rule for one sequence, in its two forms."""
+    """The recurrence of one sequence, by token and by chunk."""
 
     def __init__(self, weights: Weights) -> None:
-        """Read tokens with the weights of a layer."""
+        """Store the convolution's weights and bias."""
         self._taps = weights["short_taps"][:, 0]
         self._bias = weights.get("short_taps_bias", jnp.zeros(1, jnp.float32))
 
     def read_token(
         self, state: dict[str, jax.Array], given: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after a token, and its output, f32[E]."""
+        """Return the state after a token, and the output, f32[E]."""
         past, sums = convolve_token(state["past"], given["x"], self._taps)
         return {"past": past}, sums + self._bias.astype(jnp.float32)
 
@@ -59,19 +58,19 @@ class Rules:
         given: dict[str, jax.Array],
         count: jax.Array,
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after the first tokens of a piece, and outputs [C, E]."""
+        """Return the state after `count` tokens of a chunk, and outputs f32[C, E]."""
         past, sums = convolve_piece(state["past"], given["x"], self._taps, count)
         return {"past": past}, sums + self._bias.astype(jnp.float32)[None]
 
 
 def project(weights: Weights, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the second gate of rows [R, E], and the rule's input: ``x`` f32[E]."""
+    """Return the second gate, [R, E], and the convolution's input ``x``, f32[R, E]."""
     first, second, opened = (linear(x, weights, f"short_{n}") for n in PROJECTED)
     return second, {"x": (first * opened).astype(jnp.float32)}
 
 
 def list_tensors(config: DecoderConfig) -> dict[str, Source]:
-    """Return where the parameters come from."""
+    """Return the sources of the parameters."""
     sizes, hidden = config.convolution, config.hidden_size
     names = *(f"short_{name}" for name in PROJECTED), "short_output"
     table = list_whole(

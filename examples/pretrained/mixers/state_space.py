@@ -1,16 +1,15 @@
-"""Mamba 2: each head remembers outer products of values and keys.
+"""Mamba 2 recurrence: a head's state is a sum of outer products of values and keys.
 
-A head's memory [P, N] decays by one number a token, and the token adds the product of
-its value x [P] and its key b [N], times its step; the output is the memory times the
-query c [N]. Heads share keys and queries in groups.
+A token multiplies a head's matrix [P, N] by one decay, and adds the outer product of
+its value x [P] and key b [N], times its step; the output is the matrix times the query
+c [N]. Groups of heads share keys and queries.
 
-One token follows that recurrence. Several at once are computed in the dual form, in
-which the decays between two tokens are a mask on the scores of queries and keys, so
-that all work is products of matrices (https://arxiv.org/abs/2405.21060, section 6).
-The two forms differ by rounding only.
+One token is computed by this recurrence, a chunk in the dual form: the decays between
+two tokens mask the scores of queries and keys, so that all work is matrix products
+(https://arxiv.org/abs/2405.21060, section 6). Both forms differ by rounding only.
 
-Symbols: `H` heads, `P` their dim, `G` groups, `J` heads of a group, `N` the dim of keys
-and queries, `C` tokens of a piece.
+Symbols: `H` heads, `P` head dim, `G` groups, `J` heads of a group, `N` dim of keys and
+queries, `C` tokens of a chunk.
 """
 
 from typing import NamedTuple
@@ -18,56 +17,56 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Decays of many tokens and sums over them: nothing is rounded to fewer bits.
+# Products over many tokens and their decays are float32 throughout.
 EXACT = dict(precision="highest", preferred_element_type=jnp.float32)
 
 
 class Tokens(NamedTuple):
-    """The rule's inputs of a token or, with a leading axis C, of a piece.
+    """Inputs of the recurrence: of a token or, with a leading axis C, of a chunk.
 
-    A token with a step of 0 changes nothing.
+    A token with a step of 0 does not change the matrix.
     """
 
     x: jax.Array  # f32[H, P], values
     b: jax.Array  # f32[G, N], keys
     c: jax.Array  # f32[G, N], queries
     step: jax.Array  # f32[H]
-    rate: jax.Array  # f32[H], below 0: a step multiplies the memory by exp(rate * step)
+    rate: jax.Array  # f32[H], below 0; the decay is exp(rate * step)
 
 
 def remember_token(memory: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Return the memory f32[H, P, N] after a token, and its query's result [H, P]."""
+    """Return the matrices, f32[H, P, N], after a token, and the output, f32[H, P]."""
     heads, dim, state_dim = memory.shape
     groups = token.b.shape[0], heads // token.b.shape[0]
     kept = jnp.exp(token.rate * token.step).reshape(*groups, 1, 1)
     added = (token.step[:, None] * token.x).reshape(*groups, dim, 1)
     key, query = token.b[:, None, None, :], token.c[:, None, None, :]
-    # Products by element, not of matrices: a step of one token waits for the memory.
+    # Elementwise products, since a step of one token is memory-bound.
     grouped = memory.reshape(*groups, dim, state_dim) * kept + added * key
     output = (grouped * query).sum(axis=-1)
     return grouped.reshape(memory.shape), output.reshape(heads, dim)
 
 
 def remember_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Return the memory f32[H, P, N] after a piece, and the outputs [C, H, P]."""
+    """Return the matrices, f32[H, P, N], after a chunk, and outputs f32[C, H, P]."""
     (size, heads), (_, dim, state_dim) = tokens.step.shape, memory.shape
     groups = tokens.b.shape[1], heads // tokens.b.shape[1]
     grouped = memory.reshape(*groups, dim, state_dim)
     added = (tokens.step[..., None] * tokens.x).reshape(size, *groups, dim)
-    decays = tokens.rate[None] * tokens.step  # [C, H], of each token, as logarithms
+    decays = tokens.rate[None] * tokens.step  # [C, H], logarithms
     since_start = jnp.exp(decays.cumsum(axis=0)).reshape(size, *groups, 1)
     between = jnp.exp(_sum_spans(decays)).reshape(*groups, size, size)
 
-    # Additions of the piece's tokens, decayed until each later one.
+    # Contributions of the chunk's tokens, decayed until each later token.
     scores = jnp.einsum("lgn,sgn->gls", tokens.c, tokens.b, **EXACT)
     masked = scores[:, None] * between
     output = jnp.einsum("gjls,sgjp->lgjp", masked, added, **EXACT)
 
-    # The memory before the piece, decayed until each token.
+    # The matrix before the chunk, decayed until each token.
     earlier = jnp.einsum("lgn,gjpn->lgjp", tokens.c, grouped, **EXACT)
     output = output + earlier * since_start
 
-    # The remainder of both behind the last token.
+    # Both, decayed until the last token.
     left = added * between[:, :, -1].transpose(2, 0, 1)[..., None]
     new = jnp.einsum("sgjp,sgn->gjpn", left, tokens.b, **EXACT)
     grouped = grouped * since_start[-1][..., None] + new
@@ -77,9 +76,8 @@ def remember_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Ar
 def _sum_spans(decays: jax.Array) -> jax.Array:
     """Return the sums over tokens s + 1 .. l, f32[H, C, C]; -inf where l < s.
 
-    Each is summed on its own: the difference of two running sums would round as the
-    larger of these does, which decays of many tokens make large (listing 1 of the
-    paper).
+    Each is summed separately: a difference of two cumulative sums has the rounding
+    error of the larger one, which grows with the tokens (listing 1 of the paper).
     """
     numbers = jnp.arange(decays.shape[0], dtype=jnp.int32)
     since = numbers[None, :, None] - numbers[None, None, :]  # tokens from s to l
