@@ -1,1 +1,1 @@
-"""Log-probabilities for a trainer: of the rollout, and of its own pass."""
+"""Parts of the training examples: draft models, EAGLE-3 heads, and RL with tunix."""

@@ -1,4 +1,4 @@
-"""Training windows of the draft model, continued and labelled by the bundled model."""
+"""Training windows of the draft model, completed and labelled by the bundled model."""
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +8,20 @@ from bundled.model import FOLDER, Params, forward
 
 import jkv
 
-# Windows of so many tokens; of a continued one the first are a document's.
+# Tokens of a window, tokens of a document in a completed window, windows per step.
 WINDOW, START, WINDOWS_PER_STEP = 320, 128, 12
 RUNNING = 64
 
 
 def cut(documents: list[np.ndarray]) -> np.ndarray:
-    """Return the documents in windows, i32[N, WINDOW], N a multiple of a step's."""
+    """Cut documents into windows, i32[N, WINDOW]; WINDOWS_PER_STEP divides N."""
     stream = np.concatenate(documents)
     count = len(stream) // WINDOW // WINDOWS_PER_STEP * WINDOWS_PER_STEP
     return stream[: count * WINDOW].reshape(count, WINDOW)
 
 
 def go_on(windows: np.ndarray) -> np.ndarray:
-    """Return the windows with the bundled model's continuation of their beginnings."""
+    """Replace all but the first START tokens of windows by the model's completion."""
     model, params = pretrained.load(FOLDER)
     config = jkv.CacheConfig.for_context_length(
         WINDOW, max_sequences=RUNNING, dtype=jnp.float32, **model.cache_fields
@@ -46,16 +46,16 @@ def choose(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def label(params: Params, windows: np.ndarray) -> np.ndarray:
-    """Return which token a model holds the most likely after each one, i32[N, T].
+    """Return the model's most likely token after each one, in batches, i32[N, T].
 
     Args:
-      params: the model.
-      windows: i32[N, T], N a multiple of a step's.
+      params: the model's parameters.
+      windows: i32[N, T]; WINDOWS_PER_STEP divides N.
     """
     parts = windows.reshape(-1, WINDOWS_PER_STEP, windows.shape[1])
     return np.concatenate([np.asarray(choose(params, part)) for part in parts])
 
 
 def measure(params: Params, teacher: Params, windows: np.ndarray) -> np.ndarray:
-    """Return where the draft agrees with the teacher, bool[N, T]."""
+    """Return True where draft model and teacher agree on the next token, bool[N, T]."""
     return label(params, windows) == label(teacher, windows)

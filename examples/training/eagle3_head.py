@@ -1,15 +1,16 @@
-"""An EAGLE-3 head over whole texts, for training: no cache, weights named as SGLang's.
+"""Training of an EAGLE-3 head on whole sequences, without a cache.
 
-Row i takes token i and a hidden state of row i - 1, and predicts token i + 1. The first
-run of the layer reads the target's hidden states, a later one the results of the run
-before: run s computes draft token s of all rows at once ("training-time test", Li et
+Row i reads token i and a hidden state of row i - 1, and predicts token i + 1. The first
+pass of the layer reads the target's hidden states, each later pass those of the pass
+before: pass s computes draft token s of all rows at once ("training-time test", Li et
 al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", 2025). As in SpecForge, the target's distribution is restricted to
-the draft vocabulary, rows with another likeliest token do not count, and later runs
-weigh less. Rows of prompts count, too: the target's distribution is known there.
+the draft vocabulary, rows with another most likely token are excluded, and later passes
+have lower weights. Rows of prompts are included: the target's distribution is known
+there. Weights have SGLang's names.
 
-Symbols: N texts, T tokens of each, E hidden size, L auxiliary layers, V vocabulary, D
-draft vocabulary.
+Symbols: `N` sequences, `T` tokens of each, `E` hidden size, `L` auxiliary layers, `V`
+vocabulary, `D` draft vocabulary.
 """
 
 import json
@@ -25,13 +26,13 @@ from safetensors.numpy import save_file
 
 Params = dict[str, jax.Array]  # f32, [out, in]
 
-DECAY = 0.8  # weight of a run's loss, by that of the run before
-EPSILON = 1e-5  # of the norms
+DECAY = 0.8  # weight of a pass's loss, relative to the previous pass
+EPSILON = 1e-5  # added to the mean square in RMSNorm
 SPREAD = 0.6  # standard deviation of an untrained head's logits
 
 
 class Frozen(NamedTuple):
-    """Weights of the target that the head shares."""
+    """Weights shared with the target, which are not trained."""
 
     embedding: jax.Array  # f32[V, E]
     head: jax.Array  # f32[D, E], of the draft vocabulary
@@ -39,16 +40,16 @@ class Frozen(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Texts, and the target's results for each row."""
+    """Training sequences, and the target's outputs for each row."""
 
     tokens: jax.Array  # i32[N, T]
-    best: jax.Array  # i32[N, T], the likeliest next token
-    hidden: jax.Array  # [N, T, L + 1, E], auxiliary ones of mean square 1, and the last
-    trained: jax.Array  # bool[N, T], rows before a token of the text
-    counted: jax.Array  # bool[N, T], of these, rows before a token of the completion
+    best: jax.Array  # i32[N, T], the target's most likely next token
+    hidden: jax.Array  # [N, T, L + 1, E], auxiliary with mean square 1, then the last
+    trained: jax.Array  # bool[N, T], the next token belongs to the sequence
+    counted: jax.Array  # bool[N, T], the next token belongs to the completion
 
     def take(self, rows: np.ndarray) -> "Texts":
-        """Return some of the texts, read into memory."""
+        """Return the sequences `rows`, read into memory."""
         return Texts(*(np.asarray(each[rows]) for each in self))
 
 
@@ -59,11 +60,11 @@ def init_head(
     final_norm: jax.Array,
     seed: int = 0,
 ) -> Params:
-    """Return random weights of a head, of the sizes of the target's layers.
+    """Return random weights of a head with the sizes of the target's layers.
 
-    The norm is the target's, `final_norm` f32[E], scaled down: the logits of random
-    rows have a standard deviation of `SPREAD`, and the first loss is about that of a
-    uniform guess.
+    The norm is the target's, `final_norm` f32[E], scaled down so that the logits of
+    random rows have a standard deviation of `SPREAD`: the initial loss is close to that
+    of a uniform distribution.
     """
     wide, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
@@ -95,7 +96,7 @@ def init_head(
 def find_loss(
     params: Params, config: DecoderConfig, frozen: Frozen, texts: Texts, num_runs: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss, and the tokens of a step: one, and the leading right drafts."""
+    """Return the loss, and the tokens per step: 1 plus the accepted draft tokens."""
     *aux, last = jnp.moveaxis(texts.hidden.astype(jnp.float32), 2, 0)
     wanted = jax.nn.softmax(last @ frozen.head.T)
     weight = texts.trained & jnp.isin(texts.best, frozen.draft_tokens)
@@ -124,7 +125,7 @@ def save_head(
     frozen: Frozen,
     layers: list[int],
 ) -> None:
-    """Write a checkpoint that `pretrained.drafters` reads."""
+    """Write a checkpoint in SGLang's format, as read by `pretrained.drafters`."""
     fields = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -154,7 +155,7 @@ def save_head(
 
 
 def shift(x: jax.Array) -> jax.Array:
-    """Move each row of [N, T, ...] to the next one."""
+    """Shift rows of [N, T, ...] to the next index; the first row is zero."""
     return jnp.pad(x[:, :-1], [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)])
 
 
@@ -163,9 +164,9 @@ def _run_layer(
     config: DecoderConfig,
     embedded: jax.Array,
     hidden: jax.Array,
-    past: list[tuple[jax.Array, jax.Array]],  # keys and values of each run before
+    past: list[tuple[jax.Array, jax.Array]],  # keys and values of each previous pass
 ) -> jax.Array:
-    """Run the layer over rows [N, T, E], and add its keys and values to `past`."""
+    """Apply the layer to rows [N, T, E], and append its keys and values to `past`."""
     weights = {name[9:-7]: x for name, x in params.items() if name[:9] == "midlayer."}
 
     def norm(x: jax.Array, name: str) -> jax.Array:
@@ -189,16 +190,16 @@ def _run_layer(
 
 
 def _attend(queries: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Attend to the first run's rows, s and more back in run s, and one row of others.
+    """Attend to rows of the first pass, and to one row of each later pass.
 
-    In run s the draft before row i began at row i - s: the row attends to true rows up
-    to there, and to the draft's row of each later run.
+    In pass s the draft of row i starts at row i - s: the row attends to the first
+    pass's rows up to there, and to the draft's row in each later pass.
     """
     (num, length, _, dim), run = queries.shape, len(past) - 1
     (keys, values), *later = past
     grouped = queries.reshape(num, length, keys.shape[2], -1, dim) * dim**-0.5
     row = np.arange(length)
-    # The first row has no hidden state before it, and no row attends to it.
+    # The first row has no previous hidden state, so no row attends to it.
     seen = (row[:, None] - row[None] >= run) & (row[None] > 0)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys)
     parts = [jnp.where(seen[None, None, None], scores, -1e9)]

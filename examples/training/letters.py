@@ -1,4 +1,4 @@
-"""The task of `train_with_tunix.py`: letters as tokens, a reward, and a small Qwen3."""
+"""Task of `train_with_tunix.py`: letters as tokens, a reward, and a small Qwen3."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from tunix.rl import rl_cluster
 from tunix.rl.rollout import base_rollout
 
 LETTERS = "abcdefgh"
-ALPHABET = "\0\1" + LETTERS + "sy "  # padding and the end of a text come first
-PROMPT, ANSWER = 8, 8  # most tokens of either
-PROMPTS, SAMPLES = 16, 8  # of a step, and of each prompt
+ALPHABET = "\0\1" + LETTERS + "sy "  # padding and end-of-sequence first
+PROMPT, ANSWER = 8, 8  # maximum tokens
+PROMPTS, SAMPLES = 16, 8  # prompts per step, samples per prompt
 
 
 class Alphabet:
-    """A tokenizer with a token for each letter, as tunix asks for one."""
+    """A tokenizer with one token per letter, with tunix's interface."""
 
     def encode(self, text: str) -> list[int]:
         return [ALPHABET.index(letter) for letter in text]
@@ -32,11 +32,11 @@ class Alphabet:
         return 1
 
     def bos_id(self) -> int:
-        return 0  # none
+        return 0  # no such token
 
 
 def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    """Return for each answer the share of its letters that match the prompt's."""
+    """Return, per completion, its count of the prompt's last letter over ANSWER."""
     pairs = zip(prompts, completions, strict=True)
     return [text.count(prompt[-1]) / ANSWER for prompt, text in pairs]
 
@@ -51,7 +51,7 @@ def make_model(seed: int) -> qwen3.Qwen3:
 def make_cluster(
     engine: Any, seed: int, num_steps: int, reported: bool = False
 ) -> rl_cluster.RLCluster:
-    """Return tunix's trainer and rollouts, on one device."""
+    """Return tunix's trainer and rollout engine, on one device."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     config = rl_cluster.ClusterConfig(
         role_to_mesh={rl_cluster.Role.ACTOR: mesh, rl_cluster.Role.ROLLOUT: mesh},

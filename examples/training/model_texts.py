@@ -1,8 +1,8 @@
-"""Training texts for a drafter: a model's own chats, with its hidden states.
+"""Training data of a drafter: a model's own conversations and hidden states.
 
-Prompts are sampled from the model at the beginning of a user's turn (Xu et al.,
-"Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing",
-2024). Their completions are sampled and greedy in turn.
+Prompts are sampled from the model at the start of a user's turn (Xu et al., "Magpie:
+Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing", 2024).
+Their completions alternate between greedy decoding and sampling.
 """
 
 from functools import partial
@@ -18,8 +18,8 @@ import jkv
 
 from .eagle3_head import EPSILON, Texts
 
-RUNNING = 64  # sequences at one time
-TEXTS_READ = 8  # of one call that reads hidden states
+RUNNING = 64  # maximum running sequences
+TEXTS_READ = 8  # sequences per forward pass for hidden states
 PROMPT_TOKENS, MARK = 40, "QUESTION"
 
 
@@ -30,7 +30,11 @@ def write_texts(
     num_texts: int,
     num_new: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return texts, i32[N, T], and the ends of prompts and texts, i32[N, 2]."""
+    """Generate sequences, i32[N, T], with the ends of prompt and sequence, i32[N, 2].
+
+    Without a chat template, prompts are sampled after a stop token. Equal and empty
+    prompts of a chat are dropped, so that N may be below `num_texts`.
+    """
     tokenizer, begin = pretrained.load_tokenizer(folder), [model.config.stop_tokens[0]]
     encode = partial(tokenizer.encode, add_special_tokens=False)
     if chats := pretrained.has_chat_template(folder):
@@ -60,7 +64,10 @@ def read_texts(
     layers: list[int],
     file: IO[bytes],
 ) -> Texts:
-    """Return texts of `write_texts` with the inputs of layers, which lie in a file."""
+    """Compute the target's outputs for sequences of `write_texts`.
+
+    Inputs of `layers` and the last hidden states are memory-mapped to `file`, f16.
+    """
     num, length = tokens.shape
     shape = num, length, len(layers) + 1, model.config.hidden_size
     hidden = np.memmap(file, np.float16, "w+", shape=shape)
@@ -80,7 +87,7 @@ def _roll_out(
     num_new: int,
     temperature: np.ndarray | float,
 ) -> list[list[int]]:
-    """Return completions of prompts."""
+    """Sample completions of prompts, at most `num_new` tokens each."""
     length = max(map(len, prompts)) + num_new
     config = model.cache_config(length, max_sequences=RUNNING, dtype=jnp.float32)
     _, result = jkv.jitted.generate(
@@ -104,9 +111,9 @@ def _read_rows(
     tokens: jax.Array,
     layers: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the likeliest next tokens, i32[N, T], and hidden states, f16[N, T, L, E].
+    """Return most likely next tokens, i32[N, T], and hidden states f16[N, T, L, E].
 
-    All layers but the last one are scaled, as the head does first.
+    All but the last layer's are scaled to mean square 1, the head's first operation.
     """
     num, length = tokens.shape
     config = model.cache_config(length, max_sequences=num, dtype=jnp.float32)

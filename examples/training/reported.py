@@ -1,4 +1,4 @@
-"""GRPO on the rollout's reported values: tunix's learner, and a loss with its bits."""
+"""GRPO on reported log-probabilities: a tunix learner and a bit-identical loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tunix.rl.rl_cluster import Mode
 
 from jkv.integrations.tunix import JkvRollout
 
-# Measures of a loss in each step, and how parts of a step are reduced.
+# Metrics of the loss, and the reduction over the parts of a step.
 MEASURES = {
     "pg_clipfrac": np.mean,
     "log_ratio/abs_max": np.max,
@@ -23,11 +23,11 @@ MEASURES = {
 
 
 class ReportedLearner(grpo_learner.GRPOLearner):
-    """Takes the rollout's reported log-probabilities as the old policy's.
+    """GRPO learner with the rollout's log-probabilities as the old policy's.
 
-    tunix's takes the trainer's own, with a ratio of 1 for any rollout. The loss is
-    `make_loss`'s: tunix's own leaves a padding token that was chosen inside a text out
-    of attention, which changes later tokens by far more than rounding does.
+    tunix's learner uses the trainer's own, for which the ratio is 1 with any rollout.
+    The loss is `make_loss`: tunix's own masks padding ids inside a completion out of
+    attention, which changes later tokens by far more than rounding.
     """
 
     def __init__(self, cluster: Any, options: Any, reward: Any) -> None:
@@ -59,10 +59,10 @@ class ReportedLearner(grpo_learner.GRPOLearner):
 
 
 def make_loss(rollout: JkvRollout) -> Callable[..., tuple[jax.Array, dict[str, Any]]]:
-    """Return GRPO's loss (arXiv 2402.03300) over the rollout's own way to score.
+    """Return GRPO's loss (https://arxiv.org/abs/2402.03300) on `JkvRollout.score`.
 
-    With `JkvRollout(exact=)` the differentiated pass has the bits that `generate`
-    reported. Entropy and the distance from a reference policy are left out.
+    With `JkvRollout(exact=)` the differentiated pass is bit-identical to the values
+    reported by `generate`. Entropy and KL terms are omitted.
     """
 
     def loss(
@@ -93,7 +93,7 @@ def make_loss(rollout: JkvRollout) -> Callable[..., tuple[jax.Array, dict[str, A
 
 
 def read_measures(cluster: Any) -> dict[str, list[float]]:
-    """Return the loss's measures of each step of a run."""
+    """Return the loss's metrics of each step of a run, by name."""
     metrics = cluster.actor_trainer.metrics_logger
     return {
         name: metrics.get_metric_history("actor", name, "train").tolist()
@@ -102,7 +102,7 @@ def read_measures(cluster: Any) -> dict[str, list[float]]:
 
 
 def format_ratios(found: dict[str, list[float]]) -> str:
-    """Return a line about the differences that `read_measures` found."""
+    """Return a line about the differences in the metrics of `read_measures`."""
     differences = found["log_ratio/abs_max"]
     least, most = min(found["is_ratio/min"]), max(found["is_ratio/max"])
     return (
