@@ -2,9 +2,9 @@
 
 To add an architecture, add a row; for config.json keys of its own, a function in
 `readings.py` that returns fields of `DecoderConfig`; and a tiny checkpoint in
-`tests/support/checkpoints/checkpoint_fixtures.py`, to compare the logits with those of
-transformers. `docs/how-to/architectures.md` describes the steps. Rows with Mamba 2 or
-short convolutions are in `mamba_architectures.py`, rows with a gated delta rule in
+`tests/support/checkpoints/checkpoint_fixtures.py`, to compare logits with transformers.
+`docs/how-to/architectures.md` describes the steps. Rows with Mamba 2 or short
+convolutions are in `mamba_architectures.py`, rows with a gated delta rule in
 `delta_architectures.py`, GLM, Hunyuan, ERNIE and others with experts in
 `expert_architectures.py`, models of 2026 with sliding windows in
 `windowed_architectures.py`, and Gemma, Mistral and ZAYA in files of their own.

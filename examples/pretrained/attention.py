@@ -13,7 +13,7 @@ from .layers import Weights, linear, linear_each, norm, norm_plainly
 from .parts import Latent, OutputGate
 from .rope import rotate
 
-Rotations = tuple[jax.Array, jax.Array]  # cosine and sine, f32[R, 1, turned dim / 2]
+Rotations = tuple[jax.Array, jax.Array]  # cosine and sine, f32[R, 1, rotated dim / 2]
 
 
 def attend(

@@ -53,7 +53,7 @@ class Run(NamedTuple):
     start: int
     stop: int
     mixers: tuple[str, ...]  # token mixers: "attention", names in `MIXERS`
-    feeds: Literal["perceptron", "experts"] | None  # MLP, MoE, or no such part
+    feeds: Literal["perceptron", "experts"] | None  # MLP, MoE or neither
 
     @property
     def has_attention(self) -> bool:
@@ -105,8 +105,8 @@ class DecoderConfig:
     ropes: per layer, RoPE settings; None: no rotary embedding.
     windows: per layer, int, sliding window in tokens, including the token itself;
         None: full attention.
-    key_layers: per layer, the layer with its keys and values, itself or an earlier one;
-        empty: each layer has its own. Layers with their own precede all others.
+    key_layers: per layer, index of the layer with its keys and values, its own or an
+        earlier one; empty: its own in all. Layers with their own precede all others.
     span_layers: per layer, True if tokens of a prompt's span attend to each other;
         empty: True in all.
     values_of_keys: per layer, True if values use the key projection; empty: False.
@@ -122,7 +122,7 @@ class DecoderConfig:
     soft_cap: float, tanh bound of the scores; None: no bound.
     has_sinks: attention sinks: each head has a learnt logit without a value.
     output_gate: gate of attention's output; None: no gate.
-    latent: sizes of multi-head latent attention (MLA); None: keys of each head.
+    latent: sizes of multi-head latent attention (MLA); None: keys and values per head.
     hides_first: no token attends to the first of a sequence, for draft layers
         (`jkv.drafters.hide_first`).
 

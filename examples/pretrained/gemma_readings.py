@@ -21,7 +21,7 @@ ROPES = dict(
 
 
 def read_gemma1(settings: Settings) -> dict[str, Any]:
-    """Read the first Gemma; only its embeddings differ from Llama's."""
+    """Read the first Gemma, with embeddings scaled by the root of the hidden size."""
     return dict(embedding_scale=settings.count("hidden_size") ** 0.5)
 
 

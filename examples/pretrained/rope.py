@@ -32,18 +32,18 @@ class Rope:
 
     dim: int, number of rotated components of a head, the first ones.
     theta: float, base of the wavelengths.
-    is_interleaved: whether pairs are adjacent, instead of `dim` / 2 components apart.
+    is_interleaved: True if pairs are adjacent, instead of `dim` / 2 components apart.
     scaling: one of ``SCALINGS``.
     factor: float, divisor of the scaled frequencies; 1 for "default".
     original_context: int, context length before scaling, in tokens.
     low_freq_factor, high_freq_factor: floats, for "llama3": wavelengths above
-        ``original_context / low_freq_factor`` are scaled, those below
+        ``original_context / low_freq_factor`` are scaled, wavelengths below
         ``original_context / high_freq_factor`` are kept, others are interpolated.
     fast_turns, slow_turns: floats, for "yarn": pairs with more than `fast_turns`
         rotations in the original context are kept, with less than `slow_turns` scaled.
-    is_truncated: for "yarn": whether these bounds are rounded to whole pairs.
+    is_truncated: for "yarn": True if these bounds are rounded to whole pairs.
     part: float, for "proportional": fraction of the pairs that are rotated, the first
-        ones; their frequencies are those among all pairs.
+        ones; their frequencies are computed among all pairs.
     magnitude: float, for "yarn" and "longrope": factor of the rotated vectors.
     long_magnitude: float, for "longrope": the factor in sequences of more than
         `original_context` tokens; None for the same factor.
@@ -101,7 +101,7 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
 
 
 def fix_length(rope: Rope, longest: int) -> Rope:
-    """Return settings whose frequencies do not depend on a sequence's length.
+    """Return settings with frequencies that do not depend on a sequence's length.
 
     With "longrope", all sequences use the factors of a sequence of `longest` tokens.
     Other scalings are returned unchanged.

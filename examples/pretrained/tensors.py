@@ -16,8 +16,8 @@ from .mixers import MIXERS
 from .parts import Experts, Latent
 from .sources import Shape, Source, list_whole
 
-# Default names, those of Llama for its parts; rows of `ARCHITECTURES` override some.
-# {} is replaced by the expert's number.
+# Default names: Llama's, and further ones for parts that it lacks. Rows of
+# `ARCHITECTURES` override some. {} is replaced by the expert's number.
 NAMES = {
     "embedding": "embed_tokens.weight",
     "final_norm": "norm.weight",
@@ -200,7 +200,7 @@ def _residual_scales(config: DecoderConfig) -> dict[str, Source]:
 
 
 def _gated_queries(config: DecoderConfig) -> dict[str, Source]:
-    """Return queries and gates; one tensor has each head's rows of both in turn."""
+    """Return queries and gates, alternating by head in the rows of one tensor."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
 
     def take(half: int) -> Callable[[np.ndarray], np.ndarray]:

@@ -1,8 +1,8 @@
 """Training of an EAGLE-3 head on whole sequences, without a cache.
 
 Row i reads token i and a hidden state of row i - 1, and predicts token i + 1. The first
-pass of the layer reads the target's hidden states, each later pass those of the pass
-before: pass s computes draft token s of all rows at once ("training-time test", Li et
+pass of the layer reads the target's hidden states, each later pass the previous pass's
+output: pass s computes draft token s of all rows at once ("training-time test", Li et
 al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", 2025). As in SpecForge, the target's distribution is restricted to
 the draft vocabulary, rows with another most likely token are excluded, and later passes

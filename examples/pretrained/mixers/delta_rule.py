@@ -100,7 +100,7 @@ def invert_unit_triangle(below: jax.Array) -> jax.Array:
 
     Diagonal blocks are inverted in pairs, from one element up: the inverse of
     [[P, 0], [R, Q]] is [[P', 0], [-Q' R P', Q']]. This needs products only, and no
-    value exceeds the inverse's own, as in powers of the triangle.
+    value exceeds the inverse's own, unlike in powers of the triangle.
     """
     heads, size = below.shape[:2]
     inverse = jnp.ones((heads, size, 1, 1), below.dtype)

@@ -17,7 +17,7 @@ Fold = Callable[..., tuple[Any, Any]]
 class Mixer(NamedTuple):
     """A token mixer with a recurrent state: its parameters and its computation.
 
-    The state's arrays are those of `DecoderConfig.state`, by the names in the rule.
+    The rule reads and returns the arrays of `DecoderConfig.state`, by name.
     """
 
     # config -> sources of its parameters, by names with a common prefix.
