@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_collection_modifyitems(config, items):
     """Deselect tests of the other JAX version, or of a further suite."""
-    here = [item for item in items if runs_here(_has_one_end(item), _is_further(item))]
+    here = [item for item in items if runs_here(*_marks_of(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
 
@@ -52,6 +52,12 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def _marks_of(item):
+    """Return the arguments of `runs_here`."""
+    is_newest_further = item.get_closest_marker("newest_further") is not None
+    return _has_one_end(item), _is_further(item), is_newest_further
 
 
 def _has_one_end(item):

@@ -41,7 +41,7 @@ QUICK = f"{ALL_PASSES} --xla_disable_hlo_passes={LEFT_OUT}"
 WITHOUT_MLIR = f"{QUICK} --xla_cpu_use_fusion_emitters=false"
 
 OLDEST, NEWEST = ("oldest", "parity"), ("newest",)
-# More values per test than every run needs (`tests/support/jax_versions.py`).
+# Further tests only (`tests/support/jax_versions.py`).
 ALONE = {"JKV_FURTHER": "1"}
 # Tests of XLA's programs, or of the bits of small floats: with MLIR.
 OF_PROGRAMS = (
@@ -128,6 +128,9 @@ SUITES = {
     "further": tests(
         OLDEST, *but(*OF_PROGRAMS, *OF_KERNELS, SCHEMAS), flags=WITHOUT_MLIR
     )._replace(variables=ALONE),
+    "newest-further": tests(
+        NEWEST, "tests", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
+    )._replace(variables=ALONE),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
     "modules": tests(OLDEST, EVERY_MODULE, CODE_OBJECTS),
     "newest-modules": tests(NEWEST, EVERY_MODULE, CODE_OBJECTS),
@@ -180,8 +183,9 @@ SUITES = {
     ),
 }
 # Too slow for every run.
-FURTHER = ("further", "further-programs", "further-devices")
+FURTHER = ("further", "further-programs", "further-devices", "newest-further")
 EXTRAS = (
+    "newest-devices",
     "machine-code",
     "modules",
     "newest-modules",

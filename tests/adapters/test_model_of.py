@@ -90,6 +90,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("function, rows, all_rows", dealt(WAYS))
 def test_a_step_equals_a_model_that_calls_the_verbs(function, rows, all_rows):
     """Logits, cache and gradients, in each layout."""
@@ -109,6 +110,7 @@ def continue_densely(prompt, num_tokens):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_generation_and_speculation():
     """Draft tokens are verified by every row's logits, although `last` is called."""

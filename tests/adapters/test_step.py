@@ -104,6 +104,7 @@ def play(attend):
     return jax.jit(run)(*make_rows())
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("way", dealt(WAYS))
 def test_rows_in_any_layout_and_under_vmap(way):
     cache, heads = play(WAYS[way])

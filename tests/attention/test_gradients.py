@@ -130,6 +130,7 @@ def test_raw_bits_have_gradients_of_queries_and_sinks():
     assert_close(actual[1], d_sinks)
 
 
+@pytest.mark.newest_further
 def test_second_derivatives():
     """The plain path has them; the kernels raise an error that names it."""
 

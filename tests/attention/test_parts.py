@@ -33,6 +33,7 @@ def join(outputs, logs):
     return summed / np.where(total > 0, total, 1)[..., None], np.log(total)
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("way", dealt(WAYS, turn=5, share=7))
 def test_joined_parts_equal_the_whole(way):
     """Decode, chunks and mixed batches, with a pool per part."""

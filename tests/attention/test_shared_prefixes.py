@@ -119,6 +119,7 @@ def test_unshared_requests_have_the_usual_pieces():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.newest_further
 def test_shared_prefixes_equal_common_table_columns():
     """For random trees; replacing a block in one row ends its shared prefix."""
     rng, total = np.random.default_rng(1), 0
@@ -139,6 +140,7 @@ def test_shared_prefixes_equal_common_table_columns():
 SHAPE = fit(Shape())
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_attention_on_random_trees_equals_the_reference(implementation):
     """Lanes start and end anywhere; none reads another's blocks."""

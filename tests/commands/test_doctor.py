@@ -49,6 +49,7 @@ def findings(path, verdict):
     return [each for each in report["findings"] if each["verdict"] == verdict]
 
 
+@pytest.mark.newest_further
 @pytest.mark.usefixtures("few_cases")
 def test_a_working_machine(tmp_path, capsys):
     path = tmp_path / "report.json"

@@ -102,6 +102,7 @@ def test_each_fault_is_reported_with_its_fix(broken_machine, capsys):
     assert not (broken_machine / "left_behind").exists()
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("broken_machine")
 def test_required_flags_are_set_or_warned_about_next_time(monkeypatch):
     assert xla_flags.read_missing_flags() == []

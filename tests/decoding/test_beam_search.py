@@ -114,6 +114,7 @@ def assert_found(result, i, wanted):
     )
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("penalty", few([1.0, 0.0, 3.0], 3.0))
 def test_beams_equal_plain_python(penalty):
     result = run(PROMPTS, penalty=penalty)

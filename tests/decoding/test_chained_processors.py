@@ -125,6 +125,7 @@ def run_alone(prompts, limits, sampling, variants):
     return play_alone(prompts, limits, sampling, plain, biases)
 
 
+@pytest.mark.further
 def test_chained_processors_equal_plain_python():
     """Batching, samples, preemption, prompt lookup, forced and banned tags."""
     rng = np.random.default_rng(10)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from support.compiled_hlo import ALL_PASSES, pool_sized_operations
+from support.jax_versions import further
 from support.models.following_drafter import (
     AUX_LAYERS,
     Following,
@@ -174,6 +175,7 @@ WINDOW = 5
 windowed_model = functools.partial(attention_model, window=WINDOW)
 
 
+@pytest.mark.further
 def test_windows_that_release_blocks_and_int8():
     """Only the target's blocks are released; some sequences are preempted."""
     changes = dict(dtype="int8", prefix_caching=False)
@@ -223,7 +225,7 @@ def test_a_donated_loop_copies_no_pools():
     assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes
 
 
-@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("records", further([False, True]))
 def test_extended_sequences_recompute_their_last_token(records):
     """Over several turns of open sequences, the drafter's keys stay right."""
     config = CONFIG

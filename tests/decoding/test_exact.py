@@ -161,6 +161,7 @@ def score(params, continuations, exact):
 score_both = jax.jit(jax.value_and_grad(score, has_aux=True), static_argnums=2)
 
 
+@pytest.mark.newest_further
 def test_exact_scores_equal_reported_logprobs_under_grad(known):
     (_, scores), _ = score_both(attention_params(), known.tokens, EXACT)
     np.testing.assert_array_equal(scores, known.logprobs)
@@ -210,6 +211,7 @@ def test_open_sequences(known):
     assert_same_bits(found, known, rows)
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_an_engine_returns_the_same_bits(known):
     cache = jkv.init(CONFIG)
@@ -245,6 +247,7 @@ def test_check_exact_accepts_the_attention_model():
     assert len(report.played) == 6
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_check_exact_detects_a_batch_dependent_model():
     def heeds_others(params, tokens, cache, batch):
@@ -324,6 +327,7 @@ def test_recurrent_layers():
     assert len(report.raise_for_status().played) == 6
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_scoring_stores_no_pending_tokens():
     """Neither inputs nor the axes that shard them are needed for scoring."""

@@ -187,6 +187,7 @@ def count_in_circles(_params, tokens, cache, batch, *, all_rows=False):
     return (logits if all_rows else logits[batch.last_rows]), cache
 
 
+@pytest.mark.further
 def test_speculation_preserves_tokens_of_open_sequences():
     """Until blocks run out; sequences stay open without their last token."""
     found = []

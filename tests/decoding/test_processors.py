@@ -449,6 +449,7 @@ class AsksHost(jkv.LogitsProcessor):
         return state
 
 
+@pytest.mark.further
 def test_constrained_decoding_stays_on_the_device():
     def lower(logits_processor, **options):
         def run(params, cache, logits_processor):

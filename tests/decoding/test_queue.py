@@ -203,6 +203,7 @@ def assert_played(result, game):
     assert found == expected
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("seed", dealt(range(12), share=12))
 def test_random_calls_equal_the_plain_queue(seed):
     rng = np.random.default_rng(seed)

@@ -266,6 +266,7 @@ def test_keys_are_converted_to_seeds():
         Sampling(key=3)
 
 
+@pytest.mark.newest_further
 def test_sequences_with_one_seed_draw_differently():
     flat = np.zeros((6, VOCABULARY), np.float32)
     one, _ = sample(flat, Sampling(temperature=1.0, seeds=40))

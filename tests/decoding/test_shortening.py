@@ -109,6 +109,7 @@ def test_pressed_prompts_keep_the_best_tokens():
     assert found.statistics.preemptions > 0
 
 
+@pytest.mark.further
 def test_pressed_prompts_are_indexed_before_compression():
     """Another call hits the prompt's blocks, and presses the same prompt again."""
     rule = press.knorm()
@@ -122,6 +123,7 @@ def test_pressed_prompts_are_indexed_before_compression():
         jkv.check(cache)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "rule",
     [press.snap_kv(4, 3), press.expected_attention(8, 2, rotate=lambda rows, _: rows)],
@@ -157,6 +159,7 @@ def test_a_context_rolls_several_times():
     assert found.statistics.preemptions > 0
 
 
+@pytest.mark.further
 def test_a_conversation_rolls():
     """`extend` continues after dropped tokens, and rolls at the longest context."""
     expected = by_hand(PROMPTS[0], 50, roll=ROLL)
@@ -179,6 +182,7 @@ def test_a_conversation_rolls():
     assert int(jkv.next_positions(cache)[0]) == len(PROMPTS[0]) + 49
 
 
+@pytest.mark.further
 def test_an_engine_rolls():
     expected = by_hand(PROMPTS[0], 40, roll=ROLL)
     engine = Engine(
@@ -234,6 +238,7 @@ def run(engine):
         engine.step()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("max_bytes", [None, 100], ids=["host", "recomputed"])
 def test_a_parked_rolled_sequence_is_swapped_out(max_bytes):
     """It runs over several contexts; without host memory it is recomputed."""
@@ -258,6 +263,7 @@ def test_a_parked_rolled_sequence_is_swapped_out(max_bytes):
     jkv.check(engine.cache)
 
 
+@pytest.mark.further
 def test_a_cancelled_rolled_sequence_leaves_no_row_to_the_next():
     """A parked request with the index of a cancelled one computes its own row."""
     engine = make_engine(max_running=1, num_ahead=0)
@@ -291,6 +297,7 @@ def test_new_weights_drop_a_rolled_sequence(num_read):
     assert int(jkv.num_free_blocks(engine.cache)) == 64
 
 
+@pytest.mark.further
 def test_randomly_parked_chats_continue():
     """The pool preempts; some chats are cancelled, and some kept rows are evicted."""
     rng, engine, swaps = np.random.default_rng(0), make_engine(10), []

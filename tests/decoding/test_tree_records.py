@@ -83,6 +83,7 @@ class Rollout:
             assert int(lengths[seq_id]) == len(sequence) - waits
 
 
+@pytest.mark.further
 def test_sequences_are_recorded():
     """Turns, forks, a tool result shared by branches, and a refusal."""
     played = Rollout(2)
@@ -139,6 +140,7 @@ def test_missing_tokens_must_come_first():
         played.extend([0], [[5]])
 
 
+@pytest.mark.further
 def test_samples_are_recorded_inside_jit():
     """Records are equal outside jit, with rows for the maximum of new tokens."""
     prompts = np.array([[3, 1, 4, -1], [9, 2, 6, 5]], np.int32)

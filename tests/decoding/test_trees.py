@@ -75,6 +75,7 @@ def test_scores_and_gradients_equal_a_dense_model():
     assert_same_gradients(gradient, jax.jit(jax.grad(loss))(params))
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_missing_scores_are_not_nan():
     """With `jax_debug_nans`, a NaN for a missing score would raise."""

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from support.caches.random_operations import SHAPES, Game, make_verbs
 from support.caches.random_pruning import PruneGame, make_pruning_verbs
+from support.jax_versions import further
 from support.small_caches import small_config
 
 import jkv
@@ -35,7 +36,7 @@ class OneHeadGame(PruneGame):
     num_kv_heads = 1
 
 
-@pytest.mark.parametrize("game_of", [PruneGame, OneHeadGame])
+@pytest.mark.parametrize("game_of", further([PruneGame, OneHeadGame]))
 @pytest.mark.one_end
 def test_random_pruning_on_a_mesh(game_of, tmp_path):
     """Two heads on a device each, or one on both: each keeps its own tokens."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from support.compiled_hlo import ALL_PASSES
-from support.jax_versions import IS_NEWEST, dealt, further
+from support.jax_versions import IS_NEWEST, dealt
 from support.models.sharded_model import (
     AUTO,
     WIDTH,
@@ -151,7 +151,8 @@ def by_looking_up(_):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("guess", [by_draft, *further([by_looking_up])])
+@pytest.mark.further
+@pytest.mark.parametrize("guess", [by_draft, by_looking_up])
 def test_each_rank_drafts_for_its_own_sequences(guess):
     """Completions follow the table."""
     mesh = AUTO._replace(axes=(("dp", 2),)).mesh

@@ -79,6 +79,7 @@ def test_each_rank_is_a_separate_grouped_cache():
             np.testing.assert_array_equal(values[:length], 2 * of_rank[:5, :heads])
 
 
+@pytest.mark.further
 def test_each_rank_has_its_own_prefix_cache():
     config = config_of(prefix_caching=True)
     cache = jkv.init(config, mesh=LAYOUT.mesh, **AXES)

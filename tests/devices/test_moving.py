@@ -52,6 +52,7 @@ def same(one, other):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_moving_on_a_mesh_equals_one_device(tmp_path):
     """swap, save and load, compact, resize: bit-identical, with the same sharding."""

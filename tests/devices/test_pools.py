@@ -227,6 +227,7 @@ def take_step(cache, tokens, *, params, capacity):
     return jkv.commit(cache, batch), seen, pages
 
 
+@pytest.mark.further
 def test_a_step_receives_sharded_weights_whole():
     """Compared with numpy, for causal rows of two sequences."""
     params = place_params()

@@ -17,7 +17,7 @@ from generating.options import BUNDLED
 from jax.sharding import AxisType
 from processes.generation import continue_prompts
 from processes.options import PROMPTS
-from support.jax_versions import dealt
+from support.jax_versions import dealt, further
 from support.models.sharded_model import Layout
 from support.paths import EXAMPLES
 from support.serving.processes import SECONDS, TESTS, run_pair, start
@@ -91,7 +91,7 @@ def output_of_one_device(folder):
 
 
 # The oldest JAX kills one process after the other, the newest none.
-@pytest.mark.parametrize("deaths", dealt([(WORKER, COORDINATOR), ()]))
+@pytest.mark.parametrize("deaths", dealt([*further([((WORKER, COORDINATOR),)]), ()]))
 def test_processes_print_the_output_of_one_device(deaths, tmp_path):
     """Also if a process is killed midway: the other one exits, none hangs.
 

@@ -74,6 +74,7 @@ def test_all_reduce_time_equals_bytes_over_bandwidth():
     np.testing.assert_allclose(between, 1.5 * 2**20 / scale.NETWORK_SPEED)
 
 
+@pytest.mark.further
 def test_the_page_has_the_generated_tables():
     page = (ROOT / "docs" / "scale.md").read_text()
     found = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end -->", page, re.DOTALL))

@@ -102,6 +102,7 @@ def test_draft_tokens_are_verified_on_a_mesh():
     assert_as_before(after, cache)
 
 
+@pytest.mark.further
 def test_beams_branch_on_a_mesh():
     cache, params = init()
 

@@ -26,6 +26,7 @@ if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
 TOLERANCE = 1e-4
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 @pytest.mark.parametrize(
     "search",

@@ -77,6 +77,7 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
         chat.cache, _ = jkv.free(chat.cache, [chat.branch.seq_id])
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("scanned_layers")
 def test_a_rolling_conversation(folder, monkeypatch, capsys):
     """A chat continues past four contexts, and keeps its first tokens."""

@@ -120,6 +120,7 @@ def denoise_with_transformers(model, key):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
 def test_samples_of_one_prompt_equal_transformers(tmp_path):
     reference = make_folder(tmp_path)

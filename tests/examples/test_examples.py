@@ -173,6 +173,7 @@ def streamed():
     return run_example("generate.py", *GREEDY)
 
 
+@pytest.mark.newest_further
 @pytest.mark.slow
 def test_generate_streams_one_prompt(streamed):
     assert streamed.stdout.startswith("The with statement is used to")
@@ -229,6 +230,7 @@ def test_the_best_of_several_samples(run_here):
         assert "10 blocks at the peak, 18 if each sample" in output
 
 
+@pytest.mark.further
 @pytest.mark.slow
 @pytest.mark.one_end
 def test_parallel_samples_share_blocks(run_here):
@@ -248,6 +250,7 @@ def test_parallel_samples_share_blocks(run_here):
     assert len(set(samples)) == 4
 
 
+@pytest.mark.further
 @pytest.mark.slow
 @pytest.mark.one_end
 def test_beams_share_blocks(run_here):
@@ -262,6 +265,7 @@ def test_beams_share_blocks(run_here):
     assert int(shared) < 0.7 * int(alone)
 
 
+@pytest.mark.further
 @pytest.mark.slow
 @pytest.mark.one_end
 def test_speculation_saves_steps_and_preserves_text(run_here, monkeypatch):

@@ -106,6 +106,7 @@ def paged_logits(module, step, start=NEVER):
     return [np.stack(row) for row in rows]
 
 
+@pytest.mark.newest_further
 def test_paged_logits_equal_plain_attention(example, step, expected):
     for got, want in zip(paged_logits(example[0], step), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.one_end
 LENGTH, PREFIX, NEW = 12, 9, 5
 
 
+@pytest.mark.further
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
 def test_prefix_prompts_equal_transformers(tmp_path):
     import torch

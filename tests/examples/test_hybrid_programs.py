@@ -112,6 +112,7 @@ def test_sequences_continue_after_swap_and_save(name, tmp_path):
     np.testing.assert_array_equal(made, expected["generated"][:2, : 3 * NUM_NEW])
 
 
+@pytest.mark.further
 def test_undo_in_a_conversation(tmp_path, capsys):
     """Without a state at that point the sequence is recomputed; the answer is equal."""
     from chatting import commands, turns

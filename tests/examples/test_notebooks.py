@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from support.jax_versions import with_further
 from support.paths import EXAMPLES, ROOT
 
 pytestmark = pytest.mark.one_end
@@ -26,7 +27,9 @@ def test_both_notebooks_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", with_further(NOTEBOOKS, NOTEBOOKS[1]), ids=lambda path: path.stem
+)
 def test_a_notebook_runs(
     path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

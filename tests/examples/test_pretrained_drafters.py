@@ -17,12 +17,14 @@ import pretrained
 import pytest
 from pretrained.drafters import load_drafter
 from safetensors.numpy import load_file, save_file
+from support.jax_versions import with_further
 
 import jkv
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "drafters"
 CHECKPOINTS = FIXTURES.parent / "checkpoints"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
+DEAREST = "dflash", "gemma4_assistant", "mtp_deepseek_v3"
 
 # Absolute, for logits of about 4. The largest observed difference was 1.6e-5.
 TOLERANCE = 2e-4
@@ -91,7 +93,7 @@ def draft(target, folder, expected, num_tokens):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", with_further(NAMES, *DEAREST))
 def test_draft_tokens_equal_the_reference(name):
     folder = FIXTURES / name
     expected = np.load(folder / "expected.npz")
@@ -109,6 +111,7 @@ def test_draft_tokens_equal_the_reference(name):
         assert np.abs(found[is_drafted] - moved[is_drafted]).max() > 0.1
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 @pytest.mark.parametrize("is_native", [True, False])
 def test_dspark_adds_biases_to_dflash(tmp_path, is_native):

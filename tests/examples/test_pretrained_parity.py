@@ -35,19 +35,22 @@ if os.environ.get("JKV_REQUIRE_PARITY") and not HAS_TRANSFORMERS:
 NAMES = (*fixtures.CASES, "pydoc")
 
 
-def in_suites(names):
-    """Return checkpoint names, marked as further if other cases cover their parts."""
-    cases = {name: fixtures.CASES.get(name) for name in names}
-    return [
-        *(
-            further([n])[0] if case and case.is_sibling else n
-            for n, case in cases.items()
-        )
-    ]
-
-
-# If transformers is installed, its results are compared with the committed files.
-CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else few(NAMES, "gemma3", "lfm2_moe"))
+# `make test` runs one checkpoint per kind of layer.
+FIRST_NAMES = {"llama2", "llama_dynamic", "qwen2", "phi3", "gemma2", "gemma3", "gemma4"}
+FIRST_NAMES |= {
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "smollm3",
+    "qwen3_next",
+    "mamba2",
+}
+FIRST_NAMES |= {"falcon_h1", "lfm2", "zaya", "pydoc"}
+NEWEST_NAMES = "gemma3", "lfm2", "qwen3_moe"
+CHECKPOINTS = few(
+    with_further(NAMES, *(name for name in NAMES if name not in FIRST_NAMES)),
+    *NEWEST_NAMES,
+)
 
 # Tokens of each prompt of the tiny checkpoints by call. If frequencies depend on the
 # length, a prompt beyond the original context must be computed in one call, as by

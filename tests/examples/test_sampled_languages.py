@@ -76,6 +76,7 @@ def read_integers(text):
     return len(values) <= 4 and all(type(value) is int for value in values)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "num_rounds",
     [pytest.param(1, id="few"), pytest.param(12, marks=pytest.mark.further, id="many")],

@@ -64,6 +64,7 @@ def serve_with_errors(prompts, results, chosen=None):
     assert ended.value.code == 1
 
 
+@pytest.mark.further
 @pytest.mark.slow
 def test_a_killed_run_is_resumed(tmp_path, capsys):
     prompts = write_prompts(tmp_path / "prompts.jsonl")

@@ -36,6 +36,7 @@ def complete(address, prompt, num_new):
         return json.load(reply)
 
 
+@pytest.mark.further
 def test_a_completion_exceeds_the_context(rolling):
     served, address = rolling
     prompt = "The with statement"

@@ -23,6 +23,7 @@ def load(folder, *more):
     return loading.load(parse(folder, *more))
 
 
+@pytest.mark.further
 def test_a_restart_restores_stored_blocks(tmp_path, capsys):
     prompts = np.random.default_rng(0).integers(9, 3000, (6, 60)).tolist()
     served, completions = load(tmp_path), []

@@ -35,6 +35,7 @@ def written(monkeypatch):
     return found
 
 
+@pytest.mark.further
 def test_a_head_learns_to_draft_the_models_text(written, tmp_path, monkeypatch):
     """The head overfits its texts; greedy completions stay the model's own."""
     script = importlib.import_module("train_drafter")

@@ -164,6 +164,7 @@ def test_a_full_stop_follows_a_word_in_the_last_column():
     np.testing.assert_allclose(puzzle.judge(stuck)[0], np.exp(-0.5), rtol=1e-6)
 
 
+@pytest.mark.further
 @pytest.mark.slow
 def test_the_script_shows_lines_and_blocks(run_here):
     options = "--lines", "4", "--width", "28", "--simulations", "6"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import few, with_further
+from support.jax_versions import few, further, with_further
 from support.models.small_attention_model import attention_model, attention_params
 from support.paths import ROOT
 from support.small_caches import small_config
@@ -135,7 +135,7 @@ def test_large_finite_rows_decode_like_small_ones(width):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("dtype", ["int4", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int4", *further(["int8", "float8_e4m3fn"])])
 def test_a_large_row_does_not_affect_later_rows(dtype):
     """Values of one token are 1e38: they, and the other tokens' outputs, are finite."""
     config = small_config(**SIZES, dtype=dtype)
@@ -154,6 +154,7 @@ KINDS = {
     "int4": dict(dtype="int4"),
     "latent": dict(dtype="int4", values_in_keys=True),
 }
+*FURTHER, LATENT = KINDS
 SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=32)
 
 
@@ -180,9 +181,8 @@ def play(config, queries, keys, values):
     return read, found, cache
 
 
-@pytest.mark.parametrize(
-    "kind", few(with_further(KINDS, "int4", "int4 and float32"), "int8 and int4")
-)
+@pytest.mark.newest_further
+@pytest.mark.parametrize("kind", few(with_further(KINDS, *FURTHER), LATENT))
 def test_attention_equals_float32_over_decoded_rows(kind):
     """Its gradient equals that of a float32 cache of the decoded numbers."""
     config = small_config(**SIZES, **KINDS[kind])

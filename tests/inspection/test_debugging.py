@@ -117,6 +117,7 @@ def test_an_invalid_traced_layer(layer, caplog):
     assert "does not exist" in caplog.text
 
 
+@pytest.mark.newest_further
 def test_a_layer_written_twice_or_not_at_all():
     cache = watched()
 

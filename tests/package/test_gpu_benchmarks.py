@@ -25,6 +25,7 @@ def write(path, text):
     return ("-c", f"open({str(path)!r}, 'a').write({text!r})")
 
 
+@pytest.mark.further
 def test_parts_resume_where_they_were_stopped(tmp_path):
     notes, trace = tmp_path / "notes.json", tmp_path / "trace"
     parts = [

@@ -12,6 +12,7 @@ import typing
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax_versions import with_further
 from support.serving.small_engines import make_engine, pool
 from support.small_caches import copied, opened, small_cache, small_config
 from test_wrong_kinds import EXPECTED, WRONG, count_on
@@ -327,7 +328,7 @@ def run(function, good):
     return list(found) if inspect.isgenerator(found) else found
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", with_further(GOOD, "prefill", "Engine.submit"))
 def test_values_of_wrong_types_are_reported(name):
     function, args, options = GOOD[name]()
     good = dict(zip(inspect.signature(function).parameters, args, strict=False))

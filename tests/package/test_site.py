@@ -67,7 +67,8 @@ PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
 OF_LOOPS = ("multi-turn-chat", "determinism", "weight-updates", "parallel-sampling")
 OF_LOOPS += ("sampling-parameters", "tree-search", "serving-engine", "hybrid-models")
 OF_LOOPS += ("speculative-decoding", "logits-processors", "kv-cache-offloading")
-OF_LOOPS += ("trajectory-trees", "sliding-window")
+OF_LOOPS += ("trajectory-trees", "sliding-window", "beam-search", "continuous-batching")
+OF_LOOPS += ("architectures", "under-another-model", "kv-cache-compression")
 
 
 @pytest.mark.parametrize("name", with_further(PAGES, *OF_LOOPS))

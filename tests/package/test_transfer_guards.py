@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax_versions import with_further
 from support.serving.small_engines import make_engine, pool
 from support.small_caches import copied
 from test_wrong_kinds import FUNCTIONS, NAMED, calls
@@ -24,7 +25,9 @@ OTHERS = {"load", "save", "check_exact", "debug", "measure_formats", "spill"}
 OTHERS |= {"over_pools", "split_pools", "keep_compiled_programs", "model_of"}
 
 
-@pytest.mark.parametrize("name", sorted({*FUNCTIONS} - OTHERS))
+@pytest.mark.parametrize(
+    "name", with_further(sorted({*FUNCTIONS} - OTHERS), "beam_search", "generate")
+)
 def test_functions_transfer_their_arguments(name):
     function, args, options = getattr(jkv, name), calls(), NAMED.get(name, {})
     args = args.get(name, args["free"][:1])

@@ -106,6 +106,7 @@ def test_pyright_in_strict_mode(tmp_path):
     assert code == 1 and len(faults) >= 2 + NUM_OF_FLOATS
 
 
+@pytest.mark.further
 @pytest.mark.slow
 def test_no_type_of_the_package_is_unknown():
     _, output = run(

@@ -10,7 +10,7 @@ import pytest
 from support import walks
 from support.paths import ROOT
 
-pytestmark = pytest.mark.one_end
+pytestmark = [pytest.mark.one_end, pytest.mark.further]
 
 # Maximum files and lines of functions. Lower them with the code, and never raise them.
 MOST = {

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import few
+from support.jax_versions import few, further
 from support.small_caches import with_storage_filled
 
 import jkv
@@ -111,8 +111,10 @@ class Sequences:
         return total, len(self.tokens[seq_id])
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize(
-    "max_pending, has_chunks", few([(Q, True), (0, True), (Q, False)], (Q, True))
+    "max_pending, has_chunks",
+    few([(Q, True), *further([(0, True), (Q, False)])], (Q, True)),
 )
 def test_steps_and_rollbacks(max_pending, has_chunks):
     generator = np.random.default_rng(3 + max_pending)

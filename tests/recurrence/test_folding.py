@@ -285,6 +285,7 @@ def test_no_rows_and_wrong_sizes():
         fold_rows(rule, state, inputs, Rows(starts, counts), chunk_size=0)
 
 
+@pytest.mark.newest_further
 def test_states_of_requests_without_rows_may_be_dropped():
     """The others are bit-identical, with one pass less."""
     rng = np.random.default_rng(5)

@@ -26,6 +26,7 @@ from jkv.serving import Request, RequestRefused, RequestStatus
 from jkv.status import UsageError
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("seed", few([0, 1, *further([2, 3, 4, 5])], 1))
 def test_random_requests_equal_their_solo_runs(seed):
     rng = np.random.default_rng(seed)

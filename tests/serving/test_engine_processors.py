@@ -20,6 +20,7 @@ from jkv.serving.device.programs import exchange, run_window
 pytestmark = pytest.mark.one_end
 
 
+@pytest.mark.further
 def test_processed_requests_equal_their_solo_runs():
     """Requests use prompt lookup, cancellation, refills, and replaced processors."""
     rng = np.random.default_rng(6)

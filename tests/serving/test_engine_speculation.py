@@ -182,6 +182,7 @@ def count(params, tokens, cache, batch, *, all_rows=False):
     return (logits if all_rows else logits[last]), cache
 
 
+@pytest.mark.further
 def test_a_drafters_weights_are_updated_with_the_models():
     ahead = 9 * np.roll(np.eye(7, dtype=np.float32), 1, axis=1)
     behind = 9 * np.roll(np.eye(7, dtype=np.float32), -1, axis=1)

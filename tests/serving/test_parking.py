@@ -108,6 +108,7 @@ def test_parked_blocks_are_offloaded_before_requests_wait_or_are_preempted():
     assert engine.stats().free_blocks == 24
 
 
+@pytest.mark.further
 def test_parked_blocks_are_evicted_last_if_the_cache_has_priorities():
     engine = make_engine(make_cache(keep_classes=2), park_seconds=1e9)
     number, sequence = park_one(engine)

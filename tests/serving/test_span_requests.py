@@ -62,6 +62,7 @@ def run(engine, prompts, spans, **fields):
     return [engine.results(number)[0] for number in numbers]
 
 
+@pytest.mark.newest_further
 def test_requests_with_and_without_spans_share_a_batch(engine):
     for _ in range(2):  # the second time beside cached blocks
         found = run(engine, PROMPTS * 2, SPANS * 2)
@@ -95,6 +96,7 @@ def test_a_parked_request_continues_with_its_spans(engine):
     assert list(engine.results(again)[0].tokens) == continue_densely(sequence, ends)
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_image_embeddings_are_rows_of_the_params():
     """Ids beyond the vocabulary select rows that `update_params` replaces."""

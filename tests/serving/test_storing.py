@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.jax_versions import further
 from support.models.versioned_model import make_engine as make_versioned
 from support.models.versioned_model import read_ages, weights
 from support.serving.long_runs import Clock
@@ -302,7 +303,7 @@ def test_other_weights_empty_the_store():
     assert engine.stats().restored_blocks == 0
 
 
-@pytest.mark.parametrize("kind", ["keys", "keys+state", "state"])
+@pytest.mark.parametrize("kind", ["state", *further(["keys", "keys+state"])])
 def test_states_are_restored_with_their_blocks(kind):
     config = make_config(kind, num_snapshots=3, every=4, num_blocks=14)
     model = MODELS[kind]

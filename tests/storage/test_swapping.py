@@ -269,6 +269,7 @@ class TestDecodingGoesOn:
         cache, _ = allocate(cache, 1)
         return free(cache, [3, 0, 2])[0]
 
+    @pytest.mark.newest_further
     @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
     @pytest.mark.parametrize("donate", few([False, True], True))
     def test_in_another_cache(self, dtype, donate):
@@ -389,6 +390,7 @@ class TestRefusals:
 
 
 class TestTheHostValue:
+    @pytest.mark.newest_further
     def test_pickle_and_repr(self):
         _, swapped = jkv.swap_out(opened(9, 5), [0, 1])
         copy = pickle.loads(pickle.dumps(swapped))

@@ -28,10 +28,12 @@ or a file; examples in docstrings have it all. `few(cases, *chosen)` and `dealt(
 make the cases of a parametrised test. `JKV_ALL_CASES=1` runs everything with the JAX
 at hand.
 
-`@pytest.mark.further`, `further(cases)` and `with_further(cases, *others)` are for
-tests that repeat a claim at more values, each with programs of its own to compile.
-`make test` leaves them to the suites of that name, which `.ci/run` runs;
-`JKV_FURTHER=1` runs them alone.
+`make test` should take ten minutes. Tests that take more than three seconds, and more
+values of a claim with programs of their own to compile, are marked by
+`@pytest.mark.further`, `further(cases)` or `with_further(cases, *others)`: the suites
+of that name, added by `.ci/run`, run them with the oldest JAX.
+`@pytest.mark.newest_further` does the same for the newest JAX; the oldest always runs
+these. `JKV_FURTHER=1` runs further tests alone.
 """
 
 import os
@@ -71,7 +73,11 @@ def with_further(cases, *others):
     return [*(further([case])[0] if case in others else case for case in cases)]
 
 
-def runs_here(has_one_end, is_further):
+def runs_here(has_one_end, is_further, is_newest_further):
     """Return True if a test with these marks runs with this JAX and suite."""
-    is_now = is_further == FURTHER and not (has_one_end and IS_NEWEST)
-    return ALL_CASES or is_now
+    if ALL_CASES:
+        return True
+    if IS_NEWEST:
+        is_left_out = has_one_end or is_further
+        return not is_left_out and is_newest_further == FURTHER
+    return is_further == FURTHER

@@ -1263,7 +1263,7 @@ def played(mutation: Mutation) -> Iterator[None]:
 def judge(likely: list[str], tests: list[str], patience: float) -> dict[str, Any]:
     """Run the likely tests, then the others; return the first failure, if any."""
     if likely:
-        found = run_tests(likely, patience)
+        found = run_tests(likely, patience, all_cases=True)
         if found["caught_by"] is not None:
             return found
     # The likely tests have already run.
@@ -1271,7 +1271,9 @@ def judge(likely: list[str], tests: list[str], patience: float) -> dict[str, Any
     return run_tests([*tests, *others], patience)
 
 
-def run_tests(arguments: list[str], patience: float) -> dict[str, Any]:
+def run_tests(
+    arguments: list[str], patience: float, all_cases: bool = False
+) -> dict[str, Any]:
     """Run pytest up to the first failure; return the failed test."""
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -1280,6 +1282,7 @@ def run_tests(arguments: list[str], patience: float) -> dict[str, Any]:
         # Two versions of a file written in the same second would share bytecode.
         "PYTHONDONTWRITEBYTECODE": "1",
         "COLUMNS": "500",
+        **({"JKV_ALL_CASES": "1"} if all_cases else {}),
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(

@@ -500,11 +500,9 @@ class TestPrefixIndex:
         "num_blocks, expected, evicted",
         [
             (20, [8, 8, 8], 0),
-            (7, [8, 8, 8], 0),
-            (5, [8, 8, 8], 0),
-            (4, [4, 8, 8], 1),
             (2, [4, 8, 0], 3),
-            *further([(9, [8, 8, 8], 0), (3, [4, 8, 4], 2)]),
+            *further([(9, [8, 8, 8], 0), (7, [8, 8, 8], 0), (5, [8, 8, 8], 0)]),
+            *further([(4, [4, 8, 8], 1), (3, [4, 8, 4], 2)]),
         ],
     )
     def test_the_oldest_cached_blocks_are_evicted_first(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.compiled_hlo import ALL_PASSES, pool_sized_operations
-from support.jax_versions import dealt, few, with_further
+from support.jax_versions import dealt, few, further, with_further
 from support.small_caches import small_cache, small_config, with_metadata
 
 import jkv
@@ -156,7 +156,7 @@ def test_a_donated_step_updates_in_place(step, dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    few([jnp.bfloat16, jnp.int8], jnp.bfloat16),
+    few([jnp.bfloat16, *further([jnp.int8])], jnp.bfloat16),
     ids=lambda dtype: dtype.__name__,
 )
 def test_a_donated_prefill_updates_in_place(dtype):

@@ -283,9 +283,9 @@ class KeepingResizingGame(KeepingGame, ResizingGame):
     """Random operations with priorities and resizes."""
 
 
-CASES = [("roomy", "donated", KeepingSpillGame)]
-CASES += further(
+CASES = further(
     [
+        ("roomy", "donated", KeepingSpillGame),
         ("full and window", "jitted", KeepingSpillGame),
         ("three", "donated", KeepingGame),
         ("blocks of one", "jitted", KeepingGame),

@@ -43,6 +43,7 @@ def live_bytes():
     return len(arrays), sum(array.nbytes for array in arrays)
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_ten_thousand_donated_steps_leave_no_array():
     step = jax.jit(turn, donate_argnums=0)

@@ -14,7 +14,7 @@ from support.attention.dense_masks import (
     attend_densely,
     random_request,
 )
-from support.jax_versions import few
+from support.jax_versions import few, further, with_further
 
 import jkv
 from jkv import Status
@@ -111,7 +111,8 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("option", few(OPTIONS, "plain"))
+@pytest.mark.newest_further
+@pytest.mark.parametrize("option", few(with_further(OPTIONS, "window", "all"), "plain"))
 @pytest.mark.parametrize("mix", few(MIXES, "all"))
 def test_masks_agree_with_dense_attention(mix, option):
     options = OPTIONS[option]
@@ -150,8 +151,9 @@ def mixed_step(seed: int, mix: str, cache: jkv.Cache, **flags: bool) -> tuple[An
     return cache, batch, rows[0], requests
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
-@pytest.mark.parametrize("mix", few(["spans", "all", "canvases"], "all"))
+@pytest.mark.parametrize("mix", few(["all", *further(["spans", "canvases"])], "all"))
 def test_every_backend_serves_masks(mix, implementation):
     cache, batch, queries, requests = mixed_step(7, mix, make_cache())
     for options in ({}, OPTIONS["all"]):
@@ -160,7 +162,7 @@ def test_every_backend_serves_masks(mix, implementation):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("dtype", ["bfloat16", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int4", *further(["bfloat16", "float8_e4m3fn"])])
 def test_rows_are_read_back_from_their_slots(dtype):
     """A step reads the rounded keys and values that later steps read."""
     cache, batch, queries, requests = mixed_step(3, "all", make_cache(dtype))
@@ -168,6 +170,7 @@ def test_rows_are_read_back_from_their_slots(dtype):
     check_against_dense(cache, batch, queries, requests, found)
 
 
+@pytest.mark.newest_further
 def test_latent_caches_serve_masks():
     config = jkv.CacheConfig(
         num_layers=1,
@@ -228,7 +231,8 @@ def test_batch_invariant_rows_are_bit_identical(mix):
             np.testing.assert_array_equal(part, found.setdefault(i, part))
 
 
-@pytest.mark.parametrize("mix", few(["spans", "all"], "all"))
+@pytest.mark.newest_further
+@pytest.mark.parametrize("mix", few(["all", *further(["spans"])], "all"))
 def test_gradients_agree_with_dense_attention(mix):
     """Queries, keys, values, scale and sinks, through output and log-sum-exp."""
     cache, batch, queries, requests = mixed_step(2, mix, make_cache())
@@ -488,7 +492,10 @@ def attend_rows_to_all(queries, keys, values):
     return np.einsum("qht,thd->qhd", weights, values)
 
 
-@pytest.mark.parametrize("implementation", few([None, "xla", "pallas"], None))
+@pytest.mark.newest_further
+@pytest.mark.parametrize(
+    "implementation", few([None, *further(["xla", "pallas"])], None)
+)
 def test_peeked_rows_read_the_whole_context(implementation):
     cache, ids = prefill(np.random.default_rng(0), make_cache(), [14, 22, 0, 30, 0])
     free, arrays = jkv.num_free_blocks(cache), jax.tree.leaves(cache)
@@ -580,7 +587,7 @@ def grow_tree(cache, ids, parents, rows, **more: Any):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", *further(["int8"])])
 @pytest.mark.parametrize("has_index", [False, True])
 def test_keep_rows_equals_decoding_the_path(dtype, has_index):
     parents, path = [-1, 0, 0, 1, 2, 2, 4, 1], [0, 2, 4, 6]
@@ -653,6 +660,7 @@ def test_keep_rows_refuses_other_rows(name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_keep_rows_refuses_sequences_that_changed():
     ids, keep = jnp.array([0, 1]), jnp.array([[0, *range(2, 10)]] * 2)

@@ -116,6 +116,7 @@ def step(cache, seq_ids, lengths, seed, capacity, window=None):
     return jkv.commit(cache, batch)
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("window", [None, 8])
 def test_other_ops_on_a_pool(window):
     cache = jkv.init(make_config(sliding_window=window))
@@ -131,6 +132,7 @@ def test_other_ops_on_a_pool(window):
         assert int(jkv.kept_from(cache)[0]) > 0
 
 
+@pytest.mark.newest_further
 def test_refused_requests_and_padding():
     cache, opened = jkv.allocate(jkv.init(make_config()), [0, 0])
     cache = step(cache, [0, 1], np.int32([4, 6]), 0, 12)

@@ -25,10 +25,9 @@ DTYPES = {"few blocks": ("int8", "int4"), "three": ("int8", "int4")}
 
 PLAIN = [("roomy", "donated"), *further([("few blocks", "jitted")])]
 WINDOWS = further([("window", "jitted"), ("window and sinks", "donated")])
-GROUPS = [
-    ("full and window", "donated"),
-    *further([("two full", "jitted"), ("three", "eager")]),
-]
+GROUPS = further(
+    [("full and window", "donated"), ("two full", "jitted"), ("three", "eager")]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +95,7 @@ def test_groups_are_pruned_together(name, mode, tmp_path):
     )
 
 
-REUSED = [("roomy", "donated"), *further([("few blocks", "jitted")])]
+REUSED = further([("roomy", "donated"), ("few blocks", "jitted")])
 REUSED_GROUPS = further([("full and window", "jitted"), ("two windows", "donated")])
 
 
@@ -134,7 +133,7 @@ STATES = {
     "full": ((Pool(16),), 0, (2, 4, 17), StateRules(3, 3, 4)),
     "full and window": ((Pool(24), Pool(12, 4)), 1, (2, 5, 23), StateRules(2, 4, 2)),
 }
-STATE_CASES = [("full", "donated"), *further([("full and window", "jitted")])]
+STATE_CASES = further([("full", "donated"), ("full and window", "jitted")])
 
 
 @pytest.mark.parametrize("name, mode", STATE_CASES)

@@ -69,8 +69,9 @@ def test_random_spilling_in_groups(name, mode, tmp_path):
     assert num_restored > 0
 
 
-STATES = [("full and window", "jitted"), *further([("full", "donated")])]
-STATES += further([("states alone", "donated")])
+STATES = further(
+    [("full and window", "jitted"), ("full", "donated"), ("states alone", "donated")]
+)
 
 
 @pytest.mark.parametrize("name, mode", STATES)
@@ -94,7 +95,7 @@ def test_random_spilling_of_states(name, mode, tmp_path):
     assert num_restored > 0
 
 
-@pytest.mark.parametrize("mask", [0, 3], ids=["constant", "two bits"])
+@pytest.mark.parametrize("mask", [0, *further([3])], ids=["constant", "two bits"])
 @pytest.mark.one_end
 def test_restored_blocks_match_tokens_under_hash_collisions(mask, monkeypatch):
     """Collisions reduce hits, and never return another sequence's blocks."""

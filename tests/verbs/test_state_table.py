@@ -19,15 +19,13 @@ ROWS = {
     # The engine's other kinds are tested in `tests/serving`.
     if row.name != "engine" or row.kind == "state"
 }
-# Cases of `make test`: verbs and scores, for attention beside a state. The random tests
-# have states alone.
-FIRST_KIND, FIRST_LOOPS = "keys+state", {"score"}
+# Cases of `make test`: verbs, for attention beside a state. Random tests have states
+# alone.
+FIRST_KIND = "keys+state"
 LATER = [
     name
     for name, row in ROWS.items()
-    if row.kind != FIRST_KIND
-    or row.name == "debug"
-    or (hasattr(state_loops, row.name) and row.name not in FIRST_LOOPS)
+    if row.kind != FIRST_KIND or row.name == "debug" or hasattr(state_loops, row.name)
 ]
 
 

@@ -110,6 +110,7 @@ CALLS = {
 }
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("options", few(OPTIONS, "everything"))
 def test_a_rows_bits_do_not_depend_on_the_batch(options):
     attend = make_attend(options)
@@ -162,6 +163,7 @@ def list_branches(arguments):
     return list_position_work(requests, sizes, part_size=BLOCK, shared=shared)
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("options", few([*WITHOUT_WINDOW, "everything"], "plain"))
 def test_shared_prefixes_are_read_in_one_tile_bit_identically(options):
     """Tiles use the block table of their first request; other tables are not read."""

@@ -167,6 +167,7 @@ CASES = {name: fitted(this) for name, this in CASES.items()}
 REFERRED, SECOND, *FURTHER = CASES
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("name", few(with_further(CASES, *FURTHER), REFERRED))
 def test_gradients_equal_the_plain_path(name):
     """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""

@@ -98,6 +98,7 @@ CALLS = {
 }
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("call", dealt(CALLS, share=6))
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")
@@ -154,6 +155,7 @@ def score(implementation):
     return jkv.score(model, weights, prompts, continuations, config=CONFIG)
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")

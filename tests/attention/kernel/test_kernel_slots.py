@@ -228,6 +228,7 @@ def play(config, queries, keys, values):
     return cache, rows
 
 
+@pytest.mark.newest_further
 @pytest.mark.parametrize("dtype", few(["bfloat16", "int8"], "bfloat16"))
 def test_a_loop_over_layers_stores_the_same(dtype, monkeypatch):
     """The verb with the interpreted kernel, and without it."""

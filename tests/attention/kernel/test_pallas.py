@@ -561,6 +561,7 @@ def test_large_half_precision_values_do_not_overflow():
     assert_close(attend_large_values(), np.full((1, 1, LARGE.head_dim), 6e4))
 
 
+@pytest.mark.newest_further
 def test_kernel_gradients_equal_the_plain_path():
     this = DERIVED
     arguments = this.arguments(this.operands("mixed"))

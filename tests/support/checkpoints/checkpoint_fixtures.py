@@ -76,8 +76,6 @@ class Case:
     renamed: tuple[tuple[str, str], ...] = ()
     # Keys of the small sizes that its class rejects.
     without: tuple[str, ...] = ()
-    # True if other cases cover its parts; it then runs in the suite "further".
-    is_sibling: bool = False
     # Small relative to the layers' outputs: a tied model would echo its last token.
     embedding_scale: float = 0.3
     # transformers' class, if not a causal language model.
@@ -201,7 +199,6 @@ CASES = {
     "qwen3": Case(
         "qwen3",
         dict(num_key_value_heads=2, head_dim=16),
-        is_sibling=True,
         seed=12,
         dtype="bfloat16",
         max_shard_size="20KB",
@@ -230,14 +227,12 @@ CASES = {
                 beta_fast=4.0,
             ),
         ),
-        is_sibling=True,
         seed=6,
     ),
     "gemma": Case(
         "gemma",
         dict(**NO_IDS, num_key_value_heads=1, head_dim=16),
         seed=0,
-        is_sibling=True,
     ),
     "gemma2": Case(
         "gemma2",
@@ -352,7 +347,6 @@ CASES = {
             ),
         ),
         seed=7,
-        is_sibling=True,
         old_form=True,
     ),
     # The second of three layers has full attention without RoPE.
@@ -398,7 +392,6 @@ CASES = {
         "seed_oss",
         dict(**NO_IDS, num_key_value_heads=2, head_dim=16),
         seed=4,
-        is_sibling=True,
     ),
     # Queries and keys are normalized per head.
     "cohere": Case(
@@ -406,7 +399,6 @@ CASES = {
         dict(**NO_IDS, num_key_value_heads=2, use_qk_norm=True, logit_scale=2.0),
         embedding_scale=0.1,
         seed=2,
-        is_sibling=True,
     ),
     # The second of three layers has full attention without RoPE.
     "cohere2": Case(
@@ -454,7 +446,6 @@ CASES = {
             rope_parameters=MISTRAL_YARN,
         ),
         seed=7,
-        is_sibling=True,
         class_name="Mistral4ForCausalLM",
     ),
     "mixtral": Case(
@@ -707,7 +698,6 @@ CASES = {
     "qwen3_5": Case(
         "qwen3_5_text",
         QWEN_STATES | dict(tie_word_embeddings=True),
-        is_sibling=True,
         seed=7,
         has_states=True,
     ),
@@ -743,7 +733,6 @@ CASES = {
         "glm",
         dict(**NO_IDS, num_key_value_heads=2, head_dim=16),
         seed=5,
-        is_sibling=True,
     ),
     "glm4": Case(
         "glm4",
@@ -768,7 +757,6 @@ CASES = {
             routed_scaling_factor=1.5,
         ),
         seed=1,
-        is_sibling=True,
     ),
     "glm4_moe_lite": Case(
         "glm4_moe_lite",
@@ -784,7 +772,6 @@ CASES = {
             num_experts_per_tok=3,
         ),
         seed=1,
-        is_sibling=True,
     ),
     "hunyuan_dense": Case(
         "hunyuan_v1_dense",
@@ -794,7 +781,6 @@ CASES = {
             attention_bias=True,
         ),
         seed=6,
-        is_sibling=True,
     ),
     "hunyuan_moe": Case(
         "hunyuan_v1_moe",
@@ -814,7 +800,6 @@ CASES = {
         "ernie4_5",
         dict(num_key_value_heads=2, head_dim=16, use_bias=True),
         seed=1,
-        is_sibling=True,
     ),
     # The last of three layers has no experts.
     "ernie4_5_moe": Case(
@@ -847,7 +832,6 @@ CASES = {
             sliding_window=8,
         ),
         seed=6,
-        is_sibling=True,
     ),
     "minimax_m2": Case(
         "minimax_m2",
@@ -861,7 +845,6 @@ CASES = {
             rotary_dim=8,
         ),
         seed=5,
-        is_sibling=True,
         dtype="float32",
         quantized="fp8",
     ),
