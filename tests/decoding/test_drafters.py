@@ -139,6 +139,7 @@ def count_updated():
     return num_rows
 
 
+@pytest.mark.further
 def test_sequences_and_keys_with_hits_samples_and_preemptions():
     """Two turns on one cache: the second finds the first's blocks, except one token.
 

@@ -76,6 +76,7 @@ def assert_same_bits(found, known, rows=slice(None)):
 ORDER = np.array([3, 0, 5, 1, 4, 2])
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_results_do_not_depend_on_order_and_number(known):
     found = run(make_prompts()[ORDER], ORDER, max_running=3)[1]

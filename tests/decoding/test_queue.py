@@ -281,6 +281,7 @@ def test_a_thousand_sequences_equal_their_solo_runs():
     assert found.statistics.cached_tokens > 500
 
 
+@pytest.mark.newest_further
 def test_the_loop_updates_the_pool_in_place():
     cache = pool()
     assert pool_sized_operations(compiled(), cache.storage[0].key_pool.size) == []

@@ -280,6 +280,7 @@ def test_a_cancelled_rolled_sequence_leaves_no_row_to_the_next():
     assert int(jkv.num_free_blocks(engine.cache)) == 64
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("num_read", [20, 40], ids=["running", "finished"])
 def test_new_weights_drop_a_rolled_sequence(num_read):
     """Also if it has finished with unread tokens."""

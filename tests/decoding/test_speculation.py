@@ -80,6 +80,7 @@ def run_alone(prompts, limits, sampling):
     return alone, PlainQueue(call, alone, RUNNING, ROW_COUNTS).statistics["num_steps"]
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_speculation_preserves_sequences_in_every_pool():
     """Refills, forked samples, preemptions, prefix hits, limits, and sampling."""

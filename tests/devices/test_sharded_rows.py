@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.jax_versions import dealt
+from support.jax_versions import dealt, further
 from support.models.sharded_model import AUTO, TWO_AXES, place_weights, run_model
 from support.tolerances import assert_close
 
@@ -73,7 +73,7 @@ def call_alone(step):
 
 EXPLICIT, AUTOMATIC = AxisType.Explicit, AxisType.Auto
 CASES = [
-    (EXPLICIT, "nowhere", "long", "whole"),
+    *further([(EXPLICIT, "nowhere", "long", "whole")]),
     (EXPLICIT, "nowhere", "mixed", "heads"),
     (EXPLICIT, "nowhere", "tokens", "dims"),
     (EXPLICIT, "mesh", "tokens", "rows"),

@@ -14,7 +14,6 @@ import pretrained
 import pytest
 import tokenizers
 from support.checkpoints import checkpoint_fixtures as fixtures
-from support.jax_versions import with_further
 
 import jkv
 from jkv.decoding import PromptLookup
@@ -72,7 +71,8 @@ def test_cold_and_warm_prompts_with_speculation():
 OTHERS = ["qwen3_5", "falcon_h1", "mamba2"]
 
 
-@pytest.mark.parametrize("name", with_further(["lfm2", *OTHERS], *OTHERS))
+@pytest.mark.further
+@pytest.mark.parametrize("name", ["lfm2", *OTHERS])
 def test_sequences_continue_after_swap_and_save(name, tmp_path):
     """Swapped out and in, then saved and loaded, while others used their rows."""
     model, params = pretrained.load(fixtures.checkpoint_folder(name))

@@ -12,7 +12,6 @@ import pretrained
 import pytest
 from pretrained import layers
 from support.checkpoints import checkpoint_fixtures as fixtures
-from support.jax_versions import with_further
 
 import jkv
 
@@ -46,8 +45,9 @@ def no_copies(monkeypatch):
     monkeypatch.setattr(layers, "MOST_COPIED", 64)
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("no_copies")
-@pytest.mark.parametrize("name", with_further(NAMES, "gemma3", "deepseek_v3"))
+@pytest.mark.parametrize("name", NAMES)
 def test_looped_layers_equal_separate_layers(name):
     (model, params), (looped, joined) = load(name), load(name, loop_layers=True)
     expected = jax.jit(functools.partial(run, model))(params)

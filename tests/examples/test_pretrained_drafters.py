@@ -24,7 +24,7 @@ import jkv
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "drafters"
 CHECKPOINTS = FIXTURES.parent / "checkpoints"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
-DEAREST = "dflash", "gemma4_assistant", "mtp_deepseek_v3"
+EAGLE3 = "eagle3_qwen3", "eagle3_sglang"
 
 # Absolute, for logits of about 4. The largest observed difference was 1.6e-5.
 TOLERANCE = 2e-4
@@ -93,7 +93,7 @@ def draft(target, folder, expected, num_tokens):
 
 
 @pytest.mark.one_end
-@pytest.mark.parametrize("name", with_further(NAMES, *DEAREST))
+@pytest.mark.parametrize("name", with_further(NAMES, *sorted({*NAMES} - {*EAGLE3})))
 def test_draft_tokens_equal_the_reference(name):
     folder = FIXTURES / name
     expected = np.load(folder / "expected.npz")

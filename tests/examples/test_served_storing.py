@@ -85,6 +85,7 @@ def test_the_version_depends_only_on_weights_and_configuration(tmp_path):
     assert len(found) == 7
 
 
+@pytest.mark.further
 def test_reloaded_weights_share_no_blocks_with_older_ones(tmp_path):
     """The same for two servers of one folder, one of which reloads its weights."""
     model = copy_model(tmp_path / "model")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import few, further, with_further
+from support.jax_versions import few, further
 from support.models.small_attention_model import attention_model, attention_params
 from support.paths import ROOT
 from support.small_caches import small_config
@@ -154,7 +154,6 @@ KINDS = {
     "int4": dict(dtype="int4"),
     "latent": dict(dtype="int4", values_in_keys=True),
 }
-*FURTHER, LATENT = KINDS
 SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=32)
 
 
@@ -181,8 +180,9 @@ def play(config, queries, keys, values):
     return read, found, cache
 
 
+@pytest.mark.further
 @pytest.mark.newest_further
-@pytest.mark.parametrize("kind", few(with_further(KINDS, *FURTHER), LATENT))
+@pytest.mark.parametrize("kind", few(KINDS, "latent"))
 def test_attention_equals_float32_over_decoded_rows(kind):
     """Its gradient equals that of a float32 cache of the decoded numbers."""
     config = small_config(**SIZES, **KINDS[kind])

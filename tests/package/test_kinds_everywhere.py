@@ -328,7 +328,9 @@ def run(function, good):
     return list(found) if inspect.isgenerator(found) else found
 
 
-@pytest.mark.parametrize("name", with_further(GOOD, "prefill", "Engine.submit"))
+@pytest.mark.parametrize(
+    "name", with_further(GOOD, "prefill", "Engine.submit", "Engine.generate")
+)
 def test_values_of_wrong_types_are_reported(name):
     function, args, options = GOOD[name]()
     good = dict(zip(inspect.signature(function).parameters, args, strict=False))

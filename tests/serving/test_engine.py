@@ -228,6 +228,7 @@ def test_stop_strings_are_trimmed_at_any_window_boundary(seed):
     assert_released(engine)
 
 
+@pytest.mark.newest_further
 def test_nothing_is_compiled_after_warming_up():
     from jkv.serving.device import programs
 

@@ -77,7 +77,7 @@ def runs_here(has_one_end, is_further, is_newest_further):
     """Return True if a test with these marks runs with this JAX and suite."""
     if ALL_CASES:
         return True
-    if IS_NEWEST:
-        is_left_out = has_one_end or is_further
-        return not is_left_out and is_newest_further == FURTHER
-    return is_further == FURTHER
+    if not IS_NEWEST:
+        return is_further == FURTHER
+    is_now = is_newest_further if FURTHER else not (is_further or is_newest_further)
+    return is_now and not has_one_end
