@@ -46,7 +46,7 @@ FIRST_NAMES |= {
     "mamba2",
 }
 FIRST_NAMES |= {"falcon_h1", "lfm2", "zaya", "pydoc"}
-NEWEST_NAMES = "gemma3", "lfm2", "qwen3_moe"
+NEWEST_NAMES = "gemma3", "lfm2"
 CHECKPOINTS = few(
     with_further(NAMES, *(name for name in NAMES if name not in FIRST_NAMES)),
     *NEWEST_NAMES,

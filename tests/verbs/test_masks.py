@@ -113,7 +113,7 @@ MIXES = {
 
 @pytest.mark.newest_further
 @pytest.mark.parametrize("option", few(with_further(OPTIONS, "window", "all"), "plain"))
-@pytest.mark.parametrize("mix", few(MIXES, "all"))
+@pytest.mark.parametrize("mix", few(with_further(MIXES, "spans", "canvases"), "all"))
 def test_masks_agree_with_dense_attention(mix, option):
     options = OPTIONS[option]
     for seed in range(3):
@@ -231,8 +231,9 @@ def test_batch_invariant_rows_are_bit_identical(mix):
             np.testing.assert_array_equal(part, found.setdefault(i, part))
 
 
+@pytest.mark.further
 @pytest.mark.newest_further
-@pytest.mark.parametrize("mix", few(["all", *further(["spans"])], "all"))
+@pytest.mark.parametrize("mix", few(["spans", "all"], "all"))
 def test_gradients_agree_with_dense_attention(mix):
     """Queries, keys, values, scale and sinks, through output and log-sum-exp."""
     cache, batch, queries, requests = mixed_step(2, mix, make_cache())

@@ -18,10 +18,8 @@ GAMES = {
     "window": ((Pool(14, 5, 3),), 1, (2, 4, 19), StateRules(0, 5, 4)),
     "states alone": ((), 0, (2, 4, 19), StateRules(2, 3, 4)),
 }
-CASES = [("full and window", "jitted")]
-CASES += further(
-    [("states alone", "donated"), ("full", "donated"), ("window", "eager")]
-)
+CASES = [("states alone", "donated"), *further([("full and window", "jitted")])]
+CASES += further([("full", "donated"), ("window", "eager")])
 ALL_CASES = [(name, mode) for name in GAMES for mode in MODES]
 
 

@@ -265,6 +265,7 @@ OF_CDNA = (
 )
 
 
+@pytest.mark.further
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles and maxima")
 def test_isolation_with_cdna_techniques(monkeypatch):
     """Weights of two tokens at a time, and maxima that ignore NaN."""
@@ -283,6 +284,7 @@ def test_isolation_with_cdna_techniques(monkeypatch):
     check(Case(storage="bfloat16", queries="bfloat16", dim=48))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", with_further(GRADIENTS, "float32", "latent"))
 def test_gradients_are_non_finite_only_where_expected(name):
     """Gradients of tokens are, too, if a non-finite row attends to them."""

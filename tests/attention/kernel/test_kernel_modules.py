@@ -342,6 +342,7 @@ for platform in ("rocm", "cuda"):  # no card is asked for
 """
 
 
+@pytest.mark.further
 @pytest.mark.newest_further
 def test_kernels_work_without_the_lowering_of_pallas():
     """Kernels are interpreted and lowered, also without Pallas' bindings."""
