@@ -129,7 +129,9 @@ def read_minimax_m2(settings: Settings) -> dict[str, Any]:
         )
     rope = read_rope(settings, dim, given, can_be_partial=True)
     return fields | dict(
-        experts=dataclasses.replace(fields["experts"], has_sigmoid=True),
+        experts=dataclasses.replace(
+            fields["experts"], has_sigmoid=True, has_choice_bias=True
+        ),
         ropes=(rope,) * settings.count("num_hidden_layers"),
         num_guessing_layers=settings.count("num_mtp_modules", 0, least=0),
     )

@@ -170,6 +170,7 @@ def read_routed(settings: Settings) -> Experts:
         inner=inner,
         shared_inner=inner * settings.count("n_shared_experts"),
         has_sigmoid=has_sigmoid,
+        has_choice_bias=has_sigmoid,
         is_normalised=settings.flag("norm_topk_prob"),
         scale=settings.number("routed_scaling_factor"),
         groups=settings.count("n_group") if is_grouped else 1,

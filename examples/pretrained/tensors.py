@@ -307,9 +307,9 @@ def _router(experts: Experts, hidden: int, layer: int) -> dict[str, Source]:
     if inner is None:
         table = list_whole(router=(count, hidden))
         if experts.has_choice_bias:
-            table["choice_bias"] = Source((count,), (1, count), np.ravel)
-        elif experts.is_biased:
-            table |= list_whole(choice_bias=(count,))
+            # ERNIE, the only one with softmaxes, stores the bias as a row.
+            stored = (count,) if experts.has_sigmoid else (1, count)
+            table["choice_bias"] = Source((count,), stored, np.ravel)
         return table
     table = list_whole(
         router=(count + 1, inner),

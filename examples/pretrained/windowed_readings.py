@@ -54,6 +54,7 @@ def read_laguna(settings: Settings) -> dict[str, Any]:
         inner=settings.count("moe_intermediate_size"),
         shared_inner=settings.count("shared_expert_intermediate_size"),
         has_sigmoid=True,
+        has_choice_bias=True,
         score_cap=settings.number("moe_router_logit_softcapping") if cap else None,
         is_normalised=True,
         scale=settings.number("moe_routed_scaling_factor"),
@@ -141,7 +142,6 @@ def _read_cohere_experts(settings: Settings) -> Experts:
         inner=inner,
         shared_inner=shared_inner,
         has_sigmoid=is_sigmoid,
-        is_unbiased=is_sigmoid,
         # A softmax of the chosen experts' scores adds up to one.
         is_normalised=not is_sigmoid or settings.flag("norm_topk_prob"),
     )

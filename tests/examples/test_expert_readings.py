@@ -41,6 +41,7 @@ def test_experts_of_glm():
         inner=1408,
         shared_inner=1408,
         has_sigmoid=True,
+        has_choice_bias=True,
         is_normalised=True,
     )
     assert air.expert_layers == (False, *[True] * 45)
