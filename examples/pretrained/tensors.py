@@ -75,8 +75,7 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
     if run.feeds == "experts" and config.experts:
         table |= _experts(config, config.experts, run.start)
     elif run.feeds == "perceptron":
-        inner = config.inner_sizes[run.start] if config.inner_sizes else None
-        table |= _perceptron(config, "", inner or config.intermediate_size)
+        table |= _perceptron(config, "", config.find_inner_size(run.start))
     if config.layer_inputs:
         dim, hidden = config.layer_inputs.dim, config.hidden_size
         table |= list_whole(
