@@ -61,12 +61,13 @@ class Experts:
         if self.count % self.groups or self.groups_per_token > self.groups:
             raise ValueError(
                 f"config.json: {self.count} experts cannot be split into {self.groups} "
-                f"groups, of which a token uses {self.groups_per_token}"
+                f"groups (n_group), {self.groups_per_token} per token (topk_group)"
             )
         if self.per_token > self.count // self.groups * self.groups_per_token:
             raise ValueError(
                 f"config.json: a token cannot use {self.per_token} of {self.count} "
-                f"experts in {self.groups_per_token} of {self.groups} groups"
+                f"experts in {self.groups_per_token} of {self.groups} groups "
+                "(num_experts_per_tok)"
             )
         # A group's score is the sum of its two best sigmoids (`experts.py`).
         if self.has_sigmoid and self.groups > 1 and self.count < 2 * self.groups:
@@ -154,7 +155,7 @@ class StateSpace:
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"config.json: {self.num_heads} heads cannot share {self.num_groups} "
-                "groups of keys and queries evenly"
+                "groups of keys and queries (mamba_n_groups) evenly"
             )
 
 
@@ -215,5 +216,5 @@ class DeltaRule:
         if self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"config.json: {self.num_heads} value heads of linear attention cannot "
-                f"share {self.num_key_heads} key heads evenly"
+                f"share {self.num_key_heads} key heads (linear_num_key_heads) evenly"
             )

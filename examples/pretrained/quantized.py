@@ -39,14 +39,15 @@ def read_quantization(settings: Settings) -> Quantization | None:
     Raises:
         ValueError: for a method that is not supported.
     """
-    given = settings.get("quantization_config")
+    given = settings.part("quantization_config", {})
     if not given:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
+    method = given.get("quant_method")
     if method not in METHODS:
         raise ValueError(
-            f"config.json: checkpoints quantized by {method!r} are not supported, only "
-            f"by {' and '.join(METHODS)}; use the float16, bfloat16 or float32 original"
+            f"config.json: checkpoints quantized by {method!r} (quant_method) are not "
+            f"supported, only by {' and '.join(METHODS)}; use the float16, bfloat16 or "
+            "float32 original"
         )
     if method == "mxfp4":
         return Quantization(method)

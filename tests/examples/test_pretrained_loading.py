@@ -189,7 +189,7 @@ def test_stop_tokens_come_from_generation_config(folder):
         ({"rope_scaling": {"type": "dynamic"}}, "needs a positive 'factor', got None"),
         ({"rope_scaling": {"type": "linear"}}, "needs a positive 'factor', got None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor', got '2'"),
-        ({"rope_scaling": [1]}, "must be a dict"),
+        ({"rope_scaling": [1]}, "'rope_scaling' must be an object"),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}},
             "high_freq_factor above low_freq_factor",
