@@ -40,6 +40,8 @@ def read_hunyuan(settings: Settings) -> dict[str, Any]:
         scaling = Settings(given)
         alpha = scaling.number("alpha")
         theta = scaling.number("rope_theta", settings.get("rope_theta", 10_000.0))
+        if dim <= 2:
+            raise ValueError(f"config.json: alpha needs a head_dim above 2, got {dim}")
         given = {"rope_theta": theta * alpha ** (dim / (dim - 2))}
     rope = read_rope(settings, dim, given)
     return dict(ropes=(rope,) * settings.count("num_hidden_layers"))

@@ -107,6 +107,14 @@ def read_rope(
         scaling=scaling,
         **READERS[scaling](settings, given),
     )
+    # Their formulas divide by dim - 2 and by the logarithm of theta.
+    if (scaling == "dynamic" and rope.dim <= 2) or (
+        scaling == "yarn" and rope.theta == 1
+    ):
+        raise ValueError(
+            f"config.json: {scaling} RoPE scaling needs more than 2 rotated components "
+            f"and a rope_theta other than 1, got {rope.dim} and {rope.theta}"
+        )
     for name in ("short_factors", "long_factors"):
         if scaling == "longrope" and len(getattr(rope, name)) != rope.dim // 2:
             raise ValueError(
@@ -209,6 +217,11 @@ def _read_longrope(settings: Settings, given: Mapping[str, Any]) -> dict[str, An
     longest = settings.count("max_position_embeddings")
     factor = _number(given, "factor", longest / original)
     magnitude = 1.0
+    if factor > 1 and original < 2:
+        raise ValueError(
+            "config.json: longrope needs an original_max_position_embeddings of 2 or "
+            f"more, got {original}"
+        )
     if factor > 1:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
     factors = {}

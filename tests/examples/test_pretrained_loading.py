@@ -194,6 +194,23 @@ def test_stop_tokens_come_from_generation_config(folder):
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}},
             "high_freq_factor above low_freq_factor",
         ),
+        (
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            "needs more than 2 rotated components",
+        ),
+        (
+            {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}},
+            "a rope_theta other than 1",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 1,
+                "rope_scaling": dict(
+                    type="longrope", short_factor=[1, 1], long_factor=[1, 1]
+                ),
+            },
+            "original_max_position_embeddings of 2 or more",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "per kind of layer"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),
         ({"partial_rotary_factor": 0.5}, "part of each head"),
