@@ -387,8 +387,10 @@ def _find_end(folder: Path) -> tuple[int, ...]:
         return ()
     tokenizer = folder / "tokenizer.json"
     if not isinstance(added, Mapping) and tokenizer.is_file():
-        listed = read_json(tokenizer).get("added_tokens") or ()
-        added = {each.get("id"): each for each in listed if isinstance(each, Mapping)}
+        listed = read_json(tokenizer).get("added_tokens")
+        listed = listed if isinstance(listed, list) else []
+        entries = (each for each in listed if isinstance(each, Mapping))
+        added = {str(each.get("id")): each for each in entries}
     if not isinstance(added, Mapping):
         return ()
     return tuple(

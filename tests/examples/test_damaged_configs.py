@@ -10,6 +10,8 @@ import json
 import pretrained
 import pretrained.drafters
 import pytest
+from denoising.checkpoint import read_text_settings
+from pretrained import hrm_text
 from support.checkpoints.damaged_configs import assert_explained, list_damaged
 from support.paths import FIXTURES
 
@@ -42,6 +44,44 @@ def test_the_cache_of_damaged_models(name, monkeypatch):
         monkeypatch.setattr(huggingface, "_read_json", lambda _, raw=damaged: raw)
         with contextlib.suppress(ValueError):
             huggingface.read_sizes(path, {}, with_states=True)
+
+
+HRM_TEXT = dict(
+    model_type="hrm_text",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers_per_stack=2,
+    num_attention_heads=4,
+    head_dim=8,
+    H_cycles=2,
+    L_cycles=2,
+    embedding_scale=1.0,
+    rope_parameters=dict(rope_theta=10_000.0),
+    rms_norm_eps=1e-6,
+)
+
+
+def test_damaged_files_of_hrm_text(monkeypatch, tmp_path):
+    for key, damage, damaged in list_damaged(HRM_TEXT):
+        monkeypatch.setattr(hrm_text, "read_json", lambda _, raw=damaged: raw)
+        with pytest.raises(ValueError) as error:
+            hrm_text.load(tmp_path)
+        assert key in str(error.value) or key == "model_type", (key, damage)
+    monkeypatch.setattr(hrm_text, "read_json", lambda _: HRM_TEXT)
+    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+        hrm_text.load(tmp_path)
+
+
+def test_damaged_text_parts_of_a_denoiser():
+    path = FIXTURES / "checkpoints" / "gemma4_moe" / "config.json"
+    raw = dict(text_config=json.loads(path.read_text()), tie_word_embeddings=True)
+    pretrained.parse_config(read_text_settings(raw))
+    for key, damage, damaged in list_damaged(raw):
+        try:
+            pretrained.parse_config(read_text_settings(damaged))
+        except ValueError as error:
+            assert_explained(error, key, damage)
 
 
 @pytest.fixture(scope="module")
