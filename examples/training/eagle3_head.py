@@ -145,7 +145,7 @@ def save_head(
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": EPSILON,
-        "rope_theta": config.ropes[0].theta,
+        "rope_theta": _find_theta(config),
         "max_position_embeddings": config.max_context_length,
         "tie_word_embeddings": False,
         "fc_norm": True,
@@ -226,8 +226,13 @@ def _attend(queries: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.
 
 def _rotate(config: DecoderConfig, x: jax.Array) -> jax.Array:
     """Rotate pairs (i, i + dim / 2) of [N, T, heads, dim] by their positions."""
-    dim, theta = config.head_dim, config.ropes[0].theta
+    dim, theta = config.head_dim, _find_theta(config)
     angles = np.arange(x.shape[1])[:, None] * theta ** -(np.arange(0, dim, 2) / dim)
     cos, sin = (f(angles)[None, :, None].astype(np.float32) for f in (np.cos, np.sin))
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _find_theta(config: DecoderConfig) -> float:
+    """Return the RoPE base of the target's first layer with RoPE, or the usual one."""
+    return next((rope.theta for rope in config.ropes if rope), 10_000.0)

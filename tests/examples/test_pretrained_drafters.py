@@ -303,6 +303,11 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
         ("dflash", dict(target_layer_ids=[-1]), r"inputs of layers \(0,\)"),
         ("eagle3_sglang", dict(num_hidden_layers=2), "num_hidden_layers .* must be 1"),
         (
+            "eagle3_sglang",
+            dict(model_type="gemma2"),
+            "layer of model_type 'gemma2' is not supported",
+        ),
+        (
             "eagle3_qwen3",
             dict(speculators_model_type="eagle", architectures=[]),
             "eagle3, dflash and dspark",

@@ -1,13 +1,15 @@
 """The loss of an EAGLE-3 head: rows that no draft reaches are excluded."""
 
+import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
 import pretrained
 import pytest
 import tokenizers
-from training.eagle3_head import Frozen, Texts, find_loss, init_head
+from training.eagle3_head import Frozen, Texts, find_loss, init_head, save_head
 from training.model_texts import write_texts
 
 pytestmark = pytest.mark.one_end
@@ -22,6 +24,7 @@ CONFIG = pretrained.parse_config(
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=64,
+        rope_theta=5000.0,
     )
 )
 
@@ -62,6 +65,16 @@ def test_each_pass_begins_a_row_later():
     losses = [[measure(count, [row]) for count in (1, 2, 3)] for row in range(4)]
     np.testing.assert_array_equal(np.diff(losses, axis=1) > 0.1, np.tri(4, 2, -2) > 0)
     np.testing.assert_array_equal(np.array(losses)[:, 0] > 0, [False, True, True, True])
+
+
+def test_a_target_without_rope_in_its_first_layer(tmp_path):
+    """The head has RoPE with the base of a later layer, or else the usual one."""
+    rope = CONFIG.ropes[0]
+    for ropes, theta in (((None, rope), rope.theta), ((None, None), 10_000.0)):
+        config = dataclasses.replace(CONFIG, ropes=ropes)
+        frozen = Frozen(None, np.ones((VOCABULARY, WIDTH)), np.arange(VOCABULARY))
+        save_head(tmp_path, config, {}, frozen, [1])
+        assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == theta
 
 
 def test_texts_need_a_template_or_a_stop_token(tmp_path):

@@ -27,6 +27,11 @@ from .tensors import Checkpoint
 
 NUM_TOKENS = 4
 
+# Parameters of a layer of Llama or Qwen 3.
+PARTS = {"attention_norm", "query", "key", "value", "output"}
+PARTS |= {"mlp_norm", "gate", "up", "down"}
+QK_NORMS = {"query_norm", "key_norm"}
+
 # Copies of the target's tensors, in some checkpoints.
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 
@@ -114,6 +119,12 @@ def read_eagle3(
             f"{config.num_layers}"
         )
     config = dataclasses.replace(config, hides_first=True)
+    tensors = layer_tensors(config, config.runs[0])
+    if {name.removesuffix("_bias") for name in tensors} - QK_NORMS != PARTS:
+        raise ValueError(
+            f"config.json: an EAGLE-3 head with a layer of model_type "
+            f"{config.architecture!r} is not supported; supported are llama and qwen3"
+        )
     target.check_hidden_size(settings.count("target_hidden_size", config.hidden_size))
     settings = Settings({**raw, **settings.part("eagle_config", {})})
     count = own.num_layers
