@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from batching.command import _list_names as list_names
 from served.asking.showing import count_chat, read_fields, read_json
 from served.mistakes import Refused
 from served.replying.kinds import KINDS
@@ -129,6 +130,15 @@ def test_a_wrong_value_is_read_or_refused(served, path):
             refused += 1
             assert str(error), body
     assert refused > 50
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_wrong_value_in_a_batch_fails_its_line_only(path):
+    """The command reads all lines before it loads the model."""
+    line = dict(custom_id="1", method="POST", url=path, body=BODIES[path])
+    assert list_names(json.dumps(line))
+    for changed in list_changed(line):
+        list_names(json.dumps(changed))
 
 
 @pytest.mark.parametrize(
