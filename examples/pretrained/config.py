@@ -45,6 +45,8 @@ DENOISES = "it denoises blocks of tokens: run examples/diffusion.py"
 REFUSED = {"diffusion_gemma": DENOISES, "llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
+# Lists of more layers are not made for a damaged file.
+MOST_LAYERS = 10_000
 
 
 class Run(NamedTuple):
@@ -418,6 +420,11 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         name = settings.name("layer_types")
         raise ValueError(f"config.json: {name!r} must name one or more layers, got []")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
+    if num_layers > MOST_LAYERS:
+        raise ValueError(
+            f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got "
+            f"{num_layers}"
+        )
     head_dim = _read_head_dim(settings)
     fields = _read_biases(settings, row) | dict(
         num_heads=settings.count("num_attention_heads"),

@@ -54,10 +54,11 @@ def read_quantization(settings: Settings) -> Quantization | None:
     block = given.get("weight_block_size")
     if block is None:
         return Quantization(method)
-    if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(is_int(size) and size > 0 for size in block):
         raise ValueError(
             "config.json: the weight_block_size of an fp8 checkpoint must be null or "
-            f"two numbers, got {block!r}"
+            f"two ints >= 1, got {block!r}"
         )
     return Quantization(method, (block[0], block[1]))
 

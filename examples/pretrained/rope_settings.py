@@ -227,8 +227,12 @@ def _read_longrope(settings: Settings, given: Mapping[str, Any]) -> dict[str, An
     factors = {}
     for name in ("short_factor", "long_factor"):
         values = given.get(name)
-        if not isinstance(values, list) or not all(map(is_number, values)):
-            raise ValueError(f"config.json: {name} must be numbers, got {values!r}")
+        if not isinstance(values, list) or not all(
+            is_number(value) and value > 0 for value in values
+        ):
+            raise ValueError(
+                f"config.json: {name} must be numbers above 0, got {values!r}"
+            )
         factors[f"{name}s"] = tuple(map(float, values))
     return dict(
         original_context=original,

@@ -6,19 +6,24 @@ Missing keys have the defaults of the architecture's class in transformers, list
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+MOST = 2**31 - 1  # of an int
+
 
 def is_int(value: Any) -> bool:
-    """True if a JSON value is an integer and not a boolean."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True if a JSON value is an integer of 32 bits and not a boolean."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and abs(value) <= MOST
 
 
 def is_number(value: Any) -> bool:
-    """True if a JSON value is a number and not a boolean."""
-    return is_int(value) or isinstance(value, float)
+    """True if a JSON value is a finite number and not a boolean."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max
 
 
 def is_set(given: "Mapping[str, Any] | Settings", key: str) -> bool:
@@ -56,7 +61,9 @@ class Settings:
         """Return an integer >= `least`."""
         value = self.get(key, default)
         if not is_int(value) or value < least:
-            raise self._error(key, f"an int >= {least}", value)
+            is_large = isinstance(value, int) and value > MOST
+            kind = f"an int <= {MOST}" if is_large else f"an int >= {least}"
+            raise self._error(key, kind, value)
         return int(value)
 
     def maybe_count(self, key: str) -> int | None:

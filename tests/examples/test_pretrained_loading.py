@@ -181,6 +181,10 @@ def test_stop_tokens_come_from_generation_config(folder):
         ({"num_key_value_heads": 3}, "2 query heads cannot share 3"),
         ({"head_dim": 5}, "head_dim must be even"),
         ({"hidden_size": 0}, "'hidden_size' must be an int >= 1, got 0"),
+        ({"hidden_size": 2**31}, "'hidden_size' must be an int <= 2147483647"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 10000"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a number above 0"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps' must be a number above 0"),
         ({"hidden_size": None}, "'hidden_size' must be an int >= 1, got None"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 2}},
