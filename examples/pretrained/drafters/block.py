@@ -113,7 +113,9 @@ def read_block(
         layer_config["model_type"] = "qwen3"
     config = parse_config(layer_config)
     target.check_hidden_size(config.hidden_size)
-    is_speculators = "speculators_model_type" in raw
+    is_speculators = bool(
+        {"speculators_model_type", "aux_hidden_state_layer_ids"} & settings.raw.keys()
+    )
     if is_speculators:
         aux_layers = target.read_layers(settings, "aux_hidden_state_layer_ids")
         if any(config.windows) and not settings.flag("sliding_window_non_causal"):
