@@ -178,7 +178,7 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
         table = {n: each for n, each in table.items() if not n.startswith("value")}
     if gate := config.output_gate:
         if gate.is_beside_queries:
-            table |= _gated_queries(config)
+            table |= _gated_queries(num_heads, dim, hidden)
         else:
             table |= list_whole(
                 query_gate=(num_heads if gate.of_heads else heads, hidden)
@@ -198,13 +198,13 @@ def _residual_scales(config: DecoderConfig) -> dict[str, Source]:
     return list_whole(**dict.fromkeys(names, (config.hidden_size,)))
 
 
-def _gated_queries(config: DecoderConfig) -> dict[str, Source]:
+def _gated_queries(num_heads: int, dim: int, hidden: int) -> dict[str, Source]:
     """Return queries and gates, alternating by head in the rows of one tensor."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    heads = num_heads * dim
 
     def take(half: int) -> Callable[[np.ndarray], np.ndarray]:
         def rows(tensor: np.ndarray) -> np.ndarray:
-            pairs = tensor.reshape(config.num_heads, 2, config.head_dim, hidden)
+            pairs = tensor.reshape(num_heads, 2, dim, hidden)
             return pairs[:, half].reshape(heads, hidden)
 
         return rows
