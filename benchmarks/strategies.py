@@ -141,10 +141,7 @@ class Subject:
 
     def random_draft(self, rows: int) -> DraftModel:
         """Return an uninformed draft model: one layer, tokens permuted."""
-        old = self.model.config
-        config = dataclasses.replace(
-            old, num_layers=1, windows=old.windows[:1], ropes=old.ropes[:1]
-        )
+        config = self.model.config.take_layer(0)
         model = dataclasses.replace(self.model, config=config)
         first = jax.tree.map(lambda weights: weights[:1], self.params["layers"][0])
         params = dict(self.params, layers=[first])

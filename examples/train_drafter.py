@@ -32,6 +32,7 @@ from training.model_texts import read_texts, write_texts
 import jkv
 
 TEXTS_PER_STEP, HELD_OUT_ONE_IN, REPORT, SEED = 8, 16, 20, 0
+LEAST_TEXTS = 2 * TEXTS_PER_STEP
 REPORTED = "step {:4}, {:4.1f} min: loss {:.3f}, {:.2f} tokens; held out {:.3f}, {:.2f}"
 
 
@@ -77,7 +78,7 @@ def main():
     parser.add_argument("model", help="a Hugging Face folder or a GGUF file")
     parser.add_argument("--output", type=Path, required=True)
     number = at_least(1)
-    parser.add_argument("--texts", type=at_least(2 * TEXTS_PER_STEP), default=512)
+    parser.add_argument("--texts", type=at_least(LEAST_TEXTS), default=512)
     parser.add_argument("--length", type=number, default=128, help="of a completion")
     parser.add_argument("--draft-vocabulary", type=number, default=4096)
     parser.add_argument("--drafts", type=number, default=3, help="tokens of a step")
@@ -97,9 +98,18 @@ def run(options):
     config, count = model.config, model.config.num_layers
     layers, given = [1, count // 2, count - 1], (model, target)
     written = write_texts(*given, options.model, options.texts, options.length)
+    if len(written[0]) < LEAST_TEXTS:
+        raise ValueError(
+            f"{len(written[0])} of {options.texts} sampled prompts are different, and "
+            f"training needs {LEAST_TEXTS}; raise --texts"
+        )
     with tempfile.NamedTemporaryFile() as file:
         texts = read_texts(*given, *written, layers, file)
         likely = Counter(texts.best[texts.counted].tolist())
+        if not likely:
+            raise ValueError(
+                "all completions are empty: there is nothing to learn from"
+            )
         common = dict(likely.most_common(options.draft_vocabulary))
         covered = sum(common.values()) / likely.total()
         print(f"{likely.total():,} tokens, {covered:.1%} of them of the drafts'")

@@ -48,7 +48,8 @@ def read_form(line: str) -> Form:
     name, url, fields = body.get("custom_id"), body.get("url"), body.get("body")
     if not isinstance(name, str) or not isinstance(fields, Mapping):
         raise Refused("a line must have a custom_id, a string, and a body, an object")
-    if body.get("method", "POST") != "POST" or url not in KINDS:
+    is_known = isinstance(url, str) and url in KINDS
+    if body.get("method", "POST") != "POST" or not is_known:
         raise Refused(
             f"a line must have the method POST and one of the urls {', '.join(KINDS)}",
             "url",

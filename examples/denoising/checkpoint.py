@@ -6,13 +6,13 @@ experts.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import pretrained
 from pretrained.files import find_tensors
+from pretrained.settings import Settings, read_json
 from safetensors import safe_open
 
 # Settings of Gemma 4 that DiffusionGemma implies.
@@ -41,12 +41,13 @@ def load(folder: str | Path, dtype: Any = None) -> Denoiser:
     Raises:
         ValueError: if it is not a DiffusionGemma checkpoint.
     """
-    raw = json.loads((Path(folder) / "config.json").read_text())
+    raw = read_json(Path(folder) / "config.json")
     if raw.get("model_type") != "diffusion_gemma":
         raise ValueError(
             f"{folder} must hold a diffusion_gemma checkpoint, got "
             f"{raw.get('model_type')!r}; generate.py continues other models"
         )
+    canvas_length = Settings(raw).count("canvas_length")
     config = pretrained.parse_config(read_text_settings(raw))
     # Canvases use bidirectional attention in all layers.
     config = dataclasses.replace(config, span_layers=())
@@ -75,19 +76,32 @@ def load(folder: str | Path, dtype: Any = None) -> Denoiser:
             name: read(f"decoder.self_conditioning.{part}.weight")
             for name, part in parts.items()
         },
-        canvas_length=raw["canvas_length"],
+        canvas_length=canvas_length,
     )
 
 
 def read_text_settings(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the text settings in Gemma 4's form."""
-    text = dict(raw["text_config"])
-    kinds = text["layer_types"]
+    """Return the text settings in Gemma 4's form.
+
+    Raises:
+        ValueError: for a missing or invalid setting.
+    """
+    settings = Settings(raw)
+    own = Settings(settings.part("text_config"))
+    kinds = own.names("layer_types") or []
+    if "full_attention" not in kinds:
+        raise ValueError(
+            f"config.json: layer_types must name a full_attention layer, got {kinds}"
+        )
     # Full-attention layers have other heads, given as overrides per layer.
-    changes = text.pop("per_layer_config", None) or {}
-    full = changes.get(str(kinds.index("full_attention")), {})
-    text["global_head_dim"] = full.get("head_dim", text["head_dim"])
-    text["num_global_key_value_heads"] = full.get(
-        "num_key_value_heads", text["num_key_value_heads"]
+    first = str(kinds.index("full_attention"))
+    full = Settings(Settings(own.part("per_layer_config", {})).part(first, {}))
+    heads = dict(
+        global_head_dim=full.count("head_dim", own.get("head_dim")),
+        num_global_key_value_heads=full.count(
+            "num_key_value_heads", own.get("num_key_value_heads")
+        ),
+        tie_word_embeddings=settings.flag("tie_word_embeddings"),
     )
-    return text | AS_GEMMA4 | {"tie_word_embeddings": raw["tie_word_embeddings"]}
+    text = {key: value for key, value in own.raw.items() if key != "per_layer_config"}
+    return text | AS_GEMMA4 | heads

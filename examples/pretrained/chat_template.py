@@ -220,7 +220,8 @@ def _find_template(
         # There may be several by name: for tools, for retrieval, and the default.
         named = {"default": given}
         if isinstance(given, list):
-            named = {each.get("name"): each.get("template") for each in given}
+            listed = (each for each in given if isinstance(each, Mapping))
+            named = {str(each.get("name")): each.get("template") for each in listed}
     template = named.get("default")
     if has_tools:
         template = named.get("tool_use", template)

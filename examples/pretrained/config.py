@@ -45,6 +45,8 @@ DENOISES = "it denoises blocks of tokens: run examples/diffusion.py"
 REFUSED = {"diffusion_gemma": DENOISES, "llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
+# Lists of more layers are not made for a damaged file.
+MOST_LAYERS = 10_000
 
 
 class Run(NamedTuple):
@@ -64,6 +66,11 @@ class Run(NamedTuple):
     def state_mixers(self) -> tuple[str, ...]:
         """The mixers with a recurrent state, at most one."""
         return tuple(name for name in self.mixers if name != ATTENTION)
+
+
+def _per_layer(**options: Any) -> Any:
+    """Return a dataclass field with an entry per layer (`DecoderConfig.take_layer`)."""
+    return dataclasses.field(metadata={"is_per_layer": True}, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,14 +174,14 @@ class DecoderConfig:
     head_dim: int
     max_context_length: int
     norm_epsilon: float
-    ropes: tuple[Rope | None, ...]
-    windows: tuple[int | None, ...]
-    layer_heads: tuple[tuple[int, int], ...] = ()
-    query_heads: tuple[int, ...] = ()
-    key_layers: tuple[int, ...] = ()
-    span_layers: tuple[bool, ...] = ()
-    values_of_keys: tuple[bool, ...] = ()
-    inner_sizes: tuple[int, ...] = ()
+    ropes: tuple[Rope | None, ...] = _per_layer()
+    windows: tuple[int | None, ...] = _per_layer()
+    layer_heads: tuple[tuple[int, int], ...] = _per_layer(default=())
+    query_heads: tuple[int, ...] = _per_layer(default=())
+    key_layers: tuple[int, ...] = _per_layer(default=())
+    span_layers: tuple[bool, ...] = _per_layer(default=())
+    values_of_keys: tuple[bool, ...] = _per_layer(default=())
+    inner_sizes: tuple[int, ...] = _per_layer(default=())
     tied: bool = False
     has_qkv_bias: bool = False
     has_output_bias: bool = False
@@ -210,9 +217,9 @@ class DecoderConfig:
     has_layer_scales: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
-    expert_layers: tuple[bool, ...] = ()
-    mixers: tuple[tuple[str, ...], ...] = ()
-    fed_layers: tuple[bool, ...] = ()
+    expert_layers: tuple[bool, ...] = _per_layer(default=())
+    mixers: tuple[tuple[str, ...], ...] = _per_layer(default=())
+    fed_layers: tuple[bool, ...] = _per_layer(default=())
     delta_rule: DeltaRule | None = None
     state_space: StateSpace | None = None
     convolution: Convolution | None = None
@@ -285,6 +292,29 @@ class DecoderConfig:
         """Return the number of query heads of a layer."""
         return self.query_heads[layer] if self.query_heads else self.num_heads
 
+    def find_inner_size(self, layer: int) -> int:
+        """Return the hidden units of a layer's MLP."""
+        return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
+
+    def take_layer(self, layer: int) -> "DecoderConfig":
+        """Return the configuration of a model of one layer, with keys of its own."""
+        entries = {
+            field.name: getattr(self, field.name)[layer : layer + 1]
+            for field in dataclasses.fields(self)
+            if field.metadata.get("is_per_layer")
+        }
+        num_kv_heads, head_dim = self.find_heads(layer)
+        # Sizes that differ by layer are the model's own in a model of one layer.
+        sizes = dict(
+            num_layers=1,
+            num_heads=self.find_query_heads(layer),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=self.find_inner_size(layer),
+        )
+        folded = dict(query_heads=(), layer_heads=(), inner_sizes=(), key_layers=())
+        return dataclasses.replace(self, **sizes, **(entries | folded))
+
     @property
     def turns_differ(self) -> bool:
         """True if layers differ in the number of rotated components of a head."""
@@ -343,7 +373,8 @@ def read_config(folder: str | Path) -> DecoderConfig:
     generation = path.with_name("generation_config.json")
     stop: tuple[int, ...] = ()
     if generation.is_file():
-        stop = Settings(read_json(generation)).token_ids("eos_token_id")
+        settings = Settings(read_json(generation), file=generation.name)
+        stop = settings.token_ids("eos_token_id")
     stop = dict.fromkeys((*(stop or config.stop_tokens), *_find_end(path.parent)))
     return dataclasses.replace(config, stop_tokens=tuple(stop))
 
@@ -358,8 +389,10 @@ def _find_end(folder: Path) -> tuple[int, ...]:
         return ()
     tokenizer = folder / "tokenizer.json"
     if not isinstance(added, Mapping) and tokenizer.is_file():
-        listed = read_json(tokenizer).get("added_tokens") or ()
-        added = {each.get("id"): each for each in listed if isinstance(each, Mapping)}
+        listed = read_json(tokenizer).get("added_tokens")
+        listed = listed if isinstance(listed, list) else []
+        entries = (each for each in listed if isinstance(each, Mapping))
+        added = {str(each.get("id")): each for each in entries}
     if not isinstance(added, Mapping):
         return ()
     return tuple(
@@ -382,8 +415,16 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     row = ARCHITECTURES[model_type]
     settings = Settings(raw, find_defaults(model_type), row.aliases)
     # The list of layers also gives their number.
-    listed = settings.get("layer_types")
+    listed = settings.names("layer_types")
+    if listed == []:
+        name = settings.name("layer_types")
+        raise ValueError(f"config.json: {name!r} must name one or more layers, got []")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
+    if num_layers > MOST_LAYERS:
+        raise ValueError(
+            f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got "
+            f"{num_layers}"
+        )
     head_dim = _read_head_dim(settings)
     fields = _read_biases(settings, row) | dict(
         num_heads=settings.count("num_attention_heads"),
@@ -416,7 +457,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if "intermediate_size" not in fields:
         # Models with experts in all layers may lack the MLP's size.
         general["intermediate_size"] = settings.count(
-            "intermediate_size", settings.get("moe_intermediate_size")
+            settings.first("intermediate_size", "moe_intermediate_size")
         )
     return DecoderConfig(**general | fields)
 
@@ -425,7 +466,10 @@ def _read_head_dim(settings: Settings) -> int:
     hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
     head_dim = settings.count("head_dim", hidden // heads)
     if head_dim % 2:
-        raise ValueError(f"config.json: head_dim must be even, got {head_dim}")
+        raise ValueError(
+            "config.json: head_dim must be even, by default hidden_size / "
+            f"num_attention_heads, got {head_dim}"
+        )
     return head_dim
 
 
@@ -435,7 +479,7 @@ def _read_kv_heads(settings: Settings) -> int:
     if num_heads % num_kv_heads:
         raise ValueError(
             f"config.json: {num_heads} query heads cannot share {num_kv_heads} "
-            "key-value heads evenly"
+            "key-value heads (num_key_value_heads) evenly"
         )
     return num_kv_heads
 
@@ -461,7 +505,7 @@ def _read_activation(settings: Settings) -> str:
     name = settings.get(key, "silu")
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"config.json: {key} {name!r} is not supported, only "
+            f"config.json: {settings.name(key)} {name!r} is not supported, only "
             + ", ".join(ACTIVATIONS)
         )
     return str(name)
@@ -469,9 +513,10 @@ def _read_activation(settings: Settings) -> str:
 
 def _read_dtype(settings: Settings) -> str:
     """Return the name of the weights' dtype; the default is float32."""
-    value = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    key = settings.first("dtype", "torch_dtype")
+    value = settings.get(key, "float32")
     if not isinstance(value, str):
-        raise ValueError(f"config.json: 'dtype' must be a name, got {value!r}")
+        raise ValueError(f"config.json: {key!r} must be a name, got {value!r}")
     return value
 
 
@@ -490,21 +535,18 @@ def _supported_model_type(raw: Mapping[str, Any]) -> str:
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type in REFUSED:
         raise ValueError(
-            f"config.json names the architecture {model_type!r}, which is not "
-            f"supported: {REFUSED[model_type]}"
+            f"config.json: model_type names the architecture {model_type!r}, which is "
+            f"not supported: {REFUSED[model_type]}"
         )
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
-            f"config.json names the architecture {model_type!r}; supported are "
-            + ", ".join([*ARCHITECTURES, *TEXT_PARTS])
+            f"config.json: model_type names the architecture {model_type!r}; supported "
+            "are " + ", ".join([*ARCHITECTURES, *TEXT_PARTS])
         )
-    names = raw.get("architectures") or ()
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"config.json: 'architectures' must be names, got {names!r}")
-    for name in names:
+    for name in Settings(raw).names("architectures") or ():
         if not name.endswith("ForCausalLM"):
             raise ValueError(
-                f"config.json says the checkpoint is a {name}, which does not predict "
+                f"config.json: architectures names a {name}, which does not predict "
                 "tokens; a ...ForCausalLM checkpoint is needed"
             )
     return model_type

@@ -4,7 +4,6 @@ They return fields of `DecoderConfig`, like the functions of `readings.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jkv.config import FULL, STATE
@@ -52,7 +51,7 @@ def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
     key_heads = settings.count("linear_num_key_heads", heads)
     key_dim = settings.count("linear_key_head_dim", 3 * hidden // (4 * key_heads))
-    allows_negative = settings.get("linear_allow_neg_eigval", True)
+    allows_negative = settings.flag("linear_allow_neg_eigval", True)
     delta_rule = DeltaRule(
         num_key_heads=key_heads,
         num_heads=settings.count("linear_num_value_heads", heads),
@@ -74,19 +73,21 @@ def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
 def read_kimi_linear(settings: Settings) -> dict[str, Any]:
     """Read latent attention without RoPE, and decays per channel."""
     num_layers = settings.count("num_hidden_layers")
-    given = settings.get("linear_attn_config", {})
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config.json: linear_attn_config must be a dict: {given!r}")
-    linear = Settings(given, {"num_heads": settings.get("linear_num_heads")})
-    heads = linear.count("num_heads")
-    dim = linear.count("head_dim", settings.get("linear_head_dim"))
-    width = settings.get("linear_conv_kernel_dim")
+    linear = Settings(settings.part("linear_attn_config", {}))
+    heads, dim, width = (
+        settings.count(beside) if linear.get(key) is None else linear.count(key)
+        for key, beside in dict(
+            num_heads="linear_num_heads",
+            head_dim="linear_head_dim",
+            short_conv_kernel_size="linear_conv_kernel_dim",
+        ).items()
+    )
     delta_rule = DeltaRule(
         num_key_heads=heads,
         num_heads=heads,
         key_dim=dim,
         value_dim=dim,
-        width=linear.count("short_conv_kernel_size", width),
+        width=width,
         gates=dim,
         forgets_by_channel=True,
         norm_epsilon=settings.number("rms_norm_eps"),

@@ -10,7 +10,7 @@ from .parts import Experts
 from .readings import list_expert_layers, read_mixtral, read_qwen3_moe, read_routed
 from .rope import Rope
 from .rope_settings import read_rope, rope_parameters
-from .settings import Settings, is_int, is_number
+from .settings import Settings, is_int, is_number, is_set
 
 
 def read_glm4_moe(settings: Settings) -> dict[str, Any]:
@@ -34,13 +34,14 @@ def read_hunyuan(settings: Settings) -> dict[str, Any]:
     given = dict(rope_parameters(settings))
     dim = settings.count("hidden_size") // settings.count("num_attention_heads")
     dim = settings.count("head_dim", dim)
-    if given.get("rope_type", given.get("type")) == "dynamic" and given.get("alpha"):
-        alpha, theta = given["alpha"], given.get("rope_theta")
-        theta = settings.number("rope_theta", 10_000.0) if theta is None else theta
-        if not is_number(alpha) or alpha <= 0:
-            raise ValueError(
-                f"config.json: RoPE scaling needs an alpha above 0, got {alpha!r}"
-            )
+    if given.get("rope_type", given.get("type")) == "dynamic" and is_set(
+        given, "alpha"
+    ):
+        scaling = Settings(given)
+        alpha = scaling.number("alpha")
+        theta = scaling.number("rope_theta", settings.get("rope_theta", 10_000.0))
+        if dim <= 2:
+            raise ValueError(f"config.json: alpha needs a head_dim above 2, got {dim}")
         given = {"rope_theta": theta * alpha ** (dim / (dim - 2))}
     rope = read_rope(settings, dim, given)
     return dict(ropes=(rope,) * settings.count("num_hidden_layers"))
@@ -129,7 +130,9 @@ def read_minimax_m2(settings: Settings) -> dict[str, Any]:
         )
     rope = read_rope(settings, dim, given, can_be_partial=True)
     return fields | dict(
-        experts=dataclasses.replace(fields["experts"], has_sigmoid=True),
+        experts=dataclasses.replace(
+            fields["experts"], has_sigmoid=True, has_choice_bias=True
+        ),
         ropes=(rope,) * settings.count("num_hidden_layers"),
         num_guessing_layers=settings.count("num_mtp_modules", 0, least=0),
     )
@@ -158,7 +161,9 @@ def _read_phimoe_rope(settings: Settings, dim: int) -> Rope:
     if rope.scaling == "default":
         return rope
     magnitudes = [given.get(name) for name in ("short_mscale", "long_mscale")]
-    if rope.scaling != "longrope" or not all(map(is_number, magnitudes)):
+    if rope.scaling != "longrope" or not all(
+        is_number(each) and each > 0 for each in magnitudes
+    ):
         raise ValueError(
             "config.json: of RoPE scalings this architecture has longrope, with a "
             f"short_mscale and a long_mscale; got {dict(given)!r}"

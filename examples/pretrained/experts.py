@@ -97,7 +97,7 @@ def route(
     is_sigmoid = experts.has_sigmoid
     scores = jax.nn.sigmoid(scores) if is_sigmoid else jax.nn.softmax(scores, axis=-1)
     ranking = scores
-    if experts.is_biased:
+    if experts.has_choice_bias:
         ranking = scores + weights["choice_bias"].astype(jnp.float32)[None, :]
     if experts.groups > 1:
         ranking = _limit_to_groups(experts, ranking)

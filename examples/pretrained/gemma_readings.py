@@ -38,7 +38,10 @@ def read_gemma(settings: Settings) -> dict[str, Any]:
 def read_gemma3(settings: Settings) -> dict[str, Any]:
     """Read Gemma's fields, and two ropes: of full attention and of sliding windows."""
     if settings.flag("use_bidirectional_attention"):
-        raise ValueError("config.json: bidirectional attention is not supported")
+        raise ValueError(
+            "config.json: use_bidirectional_attention must be false, bidirectional "
+            "attention is not supported"
+        )
     dim, num_layers = settings.count("head_dim"), settings.count("num_hidden_layers")
     given = pair_rope_parameters(
         settings,
@@ -56,8 +59,12 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
 
 def read_gemma4(settings: Settings) -> dict[str, Any]:
     """Read layers of two shapes, shared keys, and per-layer embeddings."""
-    if settings.get("use_bidirectional_attention") == "all":
-        raise ValueError("config.json: bidirectional attention is not supported")
+    bidirectional = settings.get("use_bidirectional_attention")
+    if bidirectional not in (None, "vision"):
+        raise ValueError(
+            "config.json: use_bidirectional_attention must be null or 'vision', got "
+            f"{bidirectional!r}: other bidirectional attention is not supported"
+        )
     num_layers = settings.count("num_hidden_layers")
     windowed = list_windowed(settings, num_layers)
     heads = read_layer_heads(settings, windowed)
@@ -70,10 +77,7 @@ def read_gemma4(settings: Settings) -> dict[str, Any]:
         layer_heads=heads,
         key_layers=key_layers if any(shares) else (),
         # Image tokens have bidirectional attention in windowed layers, or nowhere.
-        span_layers=tuple(
-            settings.get("use_bidirectional_attention") == "vision" and each
-            for each in windowed
-        ),
+        span_layers=tuple(bidirectional == "vision" and each for each in windowed),
         values_of_keys=tuple(of_keys and not each for each in windowed),
         inner_sizes=tuple(inner * (wide if each else 1) for each in shares),
         ropes=_list_ropes(settings, windowed, heads),
@@ -120,12 +124,10 @@ def _list_ropes(
 
 
 def _read_inputs(settings: Settings) -> LayerInputs | None:
-    if not settings.get("hidden_size_per_layer_input"):
+    dim = settings.count("hidden_size_per_layer_input", 0, least=0)
+    if not dim:
         return None
-    return LayerInputs(
-        vocab_size=settings.count("vocab_size_per_layer_input"),
-        dim=settings.count("hidden_size_per_layer_input"),
-    )
+    return LayerInputs(vocab_size=settings.count("vocab_size_per_layer_input"), dim=dim)
 
 
 def _read_experts(settings: Settings, inner: int, num_layers: int) -> dict[str, Any]:
@@ -134,7 +136,8 @@ def _read_experts(settings: Settings, inner: int, num_layers: int) -> dict[str, 
         return {}
     if settings.flag("use_double_wide_mlp"):
         raise ValueError(
-            "config.json: use_double_wide_mlp beside experts is not supported"
+            "config.json: use_double_wide_mlp beside experts (enable_moe_block) is not "
+            "supported"
         )
     experts = Experts(
         count=settings.count("num_experts"),

@@ -5,7 +5,6 @@ many layers in the cache (https://arxiv.org/abs/2506.21734).
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,9 @@ import jax
 import jax.numpy as jnp
 
 import jkv
+
+from .files import Tensors, find_tensors
+from .settings import Settings, read_json
 
 WEIGHTS = {
     "qkv": "attn.gqkv_proj.weight",
@@ -100,36 +102,56 @@ def turn(heads, angles):
 
 
 def load(folder: str | Path) -> tuple[HrmText, dict[str, Any]]:
-    """Load a checkpoint folder with a single safetensors file."""
-    from safetensors.flax import load_file
+    """Load a checkpoint folder.
 
-    raw = json.loads((Path(folder) / "config.json").read_text())
-    if raw.get("model_type") != "hrm_text":
-        raise ValueError(
-            f"{folder} must hold an hrm_text checkpoint, got {raw.get('model_type')!r}"
-        )
-    stored = load_file(Path(folder) / "model.safetensors")
-    num_layers = raw["num_layers_per_stack"]
-    embedding = stored["model.embed_tokens.weight"]
-    params = {
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if it is not a checkpoint of this model, or damaged.
+    """
+    settings = Settings(read_json(Path(folder) / "config.json"))
+    kind = settings.get("model_type")
+    if kind != "hrm_text":
+        raise ValueError(f"{folder} must hold an hrm_text checkpoint, got {kind!r}")
+    model = HrmText(
+        hidden_size=settings.count("hidden_size"),
+        num_heads=settings.count("num_attention_heads"),
+        head_dim=settings.count("head_dim"),
+        num_layers=settings.count("num_layers_per_stack"),
+        high_cycles=settings.count("H_cycles"),
+        low_cycles=settings.count("L_cycles"),
+        embedding_scale=settings.number("embedding_scale"),
+        rope_theta=Settings(settings.part("rope_parameters")).number("rope_theta"),
+        epsilon=settings.number("rms_norm_eps"),
+    )
+    wide, inner = model.hidden_size, settings.count("intermediate_size")
+    heads, tokens = (
+        model.num_heads * model.head_dim,
+        (settings.count("vocab_size"), wide),
+    )
+    shapes = {
+        "qkv": (4 * heads, wide),
+        "output": (wide, heads),
+        "gate_up": (2 * inner, wide),
+        "down": (wide, inner),
+    }
+    tensors = Tensors(find_tensors(Path(folder)), None)
+
+    def read(name: str, *shape: int) -> jax.Array:
+        return jnp.asarray(tensors.read(name, shape))
+
+    embedding = read("model.embed_tokens.weight", *tokens)
+    has_head = "lm_head.weight" in tensors.paths
+    params: dict[str, Any] = {
         "embedding": embedding,
-        "head": stored.get("lm_head.weight", embedding),
-        "low": stored["model.z_L_init"],
+        "head": read("lm_head.weight", *tokens) if has_head else embedding,
+        "low": read("model.z_L_init", wide),
     }
     for name in ("L_module", "H_module"):
         params[name] = [
-            {key: stored[f"model.{name}.layers.{i}.{w}"] for key, w in WEIGHTS.items()}
-            for i in range(num_layers)
+            {
+                key: read(f"model.{name}.layers.{i}.{weight}", *shapes[key])
+                for key, weight in WEIGHTS.items()
+            }
+            for i in range(model.num_layers)
         ]
-    model = HrmText(
-        hidden_size=raw["hidden_size"],
-        num_heads=raw["num_attention_heads"],
-        head_dim=raw["head_dim"],
-        num_layers=num_layers,
-        high_cycles=raw["H_cycles"],
-        low_cycles=raw["L_cycles"],
-        embedding_scale=raw["embedding_scale"],
-        rope_theta=raw["rope_parameters"]["rope_theta"],
-        epsilon=raw["rms_norm_eps"],
-    )
     return model, params

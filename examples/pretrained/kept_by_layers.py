@@ -35,9 +35,8 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
     Raises:
         ValueError: if the number of layers differs.
     """
-    listed = settings.get("layer_types", [])
-    if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
-        raise ValueError(f"config.json: 'layer_types' must be a list, got {listed!r}")
+    for name in ("layer_types", "layers_block_type"):
+        settings.names(name)
     for name in ("attn_layer_indices", "full_attn_idxs", "no_rope_layers"):
         settings.ints(name)
     if settings.get("sliding_window_pattern") is not None:
@@ -45,7 +44,8 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
     kinds = name_layers(_merge(settings), num_layers)
     if kinds is not None and num_layers not in (0, len(kinds)):
         raise ValueError(
-            f"config.json: layer_types must name {num_layers} layers, got {len(kinds)}"
+            f"config.json: layer_types must name {num_layers} layers "
+            f"(num_hidden_layers), got {len(kinds)}"
         )
     return kinds
 

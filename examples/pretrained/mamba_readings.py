@@ -51,9 +51,10 @@ def read_bamba(settings: Settings) -> dict[str, Any]:
 def read_falcon_h1(settings: Settings) -> dict[str, Any]:
     """Read layers with attention beside Mamba 2, and the multipliers of all parts."""
     norm = "before" if settings.flag("mamba_norm_before_gate") else "after"
-    inner = settings.get("mamba_d_ssm", 1024)
     if "mamba_d_ssm" in settings.raw and settings.raw["mamba_d_ssm"] is None:
         inner = _find_inner(settings)
+    else:
+        inner = settings.count("mamba_d_ssm", 1024)
     state_space = _read_state_space(
         settings,
         inner,
@@ -90,7 +91,7 @@ def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
     if kind not in (None, "rope", "nope"):
         raise ValueError(
             f"config.json: position_embedding_type {kind!r} is not supported, only "
-            "'rope' and null"
+            "'rope', 'nope' and null"
         )
     head_dim = settings.count("hidden_size") // settings.count("num_attention_heads")
     rope = read_rope(settings, head_dim) if kind == "rope" else None
@@ -151,8 +152,9 @@ def read_nemotron_h(settings: Settings) -> dict[str, Any]:
         per_token=settings.count("num_experts_per_tok"),
         inner=settings.count("moe_intermediate_size"),
         shared_inner=settings.count("moe_shared_expert_intermediate_size"),
-        latent=settings.get("moe_latent_size") and settings.count("moe_latent_size"),
+        latent=settings.maybe_count("moe_latent_size"),
         has_sigmoid=True,
+        has_choice_bias=True,
         is_normalised=settings.flag("norm_topk_prob"),
         scale=settings.number("routed_scaling_factor"),
         groups=settings.count("n_group"),
@@ -187,6 +189,7 @@ def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
         per_token=settings.count("num_experts_per_tok"),
         inner=settings.count("moe_intermediate_size"),
         has_sigmoid=True,
+        has_choice_bias=True,
         is_normalised=settings.flag("norm_topk_prob"),
         epsilon=1e-6,
         scale=settings.number("routed_scaling_factor"),
@@ -251,14 +254,20 @@ def _read_state_space(
     settings: Settings, inner: int, activation: str = "hidden_act", **fields: Any
 ) -> StateSpace:
     """Read the sizes of Mamba 2 layers with `inner` channels of values."""
-    activation = settings.get(activation, "silu")
+    function = settings.get(activation, "silu")
+    if function not in ("silu", "swish"):
+        raise ValueError(
+            f"config.json: {activation} {function!r} behind Mamba 2's convolution is "
+            "not supported, only 'silu'"
+        )
     heads = settings.count("mamba_n_heads", 128)
     dim = settings.get("mamba_d_head", "auto")
     dim = inner // heads if dim == "auto" else settings.count("mamba_d_head")
-    if activation not in ("silu", "swish") or heads * dim != inner:
+    if heads * dim != inner:
+        sizes = ", ".join(map(settings.name, ("mamba_n_heads", "mamba_d_head")))
         raise ValueError(
-            f"config.json: {inner} channels of Mamba 2 cannot be {heads} heads of "
-            f"{dim} behind a convolution with {activation!r}"
+            f"config.json: {inner} channels of Mamba 2 (mamba_d_ssm, or mamba_expand * "
+            f"hidden_size) cannot be {heads} heads of {dim} ({sizes})"
         )
     has_bias = settings.flag("mamba_proj_bias")
     usual = dict(
@@ -282,11 +291,18 @@ def _find_inner(settings: Settings) -> int:
 
 def _read_limits(settings: Settings) -> tuple[float, float]:
     """Return the minimum and maximum step; transformers writes infinity as a dict."""
-    limits = settings.get("time_step_limit", (0.0, math.inf))
-    least, most = (
-        float(limit["__float__"]) if isinstance(limit, dict) else float(limit)
-        for limit in limits
-    )
+    given = settings.get("time_step_limit", [0.0, math.inf])
+    is_list = isinstance(given, list)
+    limits = [
+        limit.get("__float__") if isinstance(limit, dict) else limit
+        for limit in (given if is_list else ())
+    ]
+    try:
+        least, most = map(float, limits)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"config.json: time_step_limit must be two numbers, got {given!r}"
+        ) from None
     return least, most
 
 

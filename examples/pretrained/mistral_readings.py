@@ -9,7 +9,7 @@ from typing import Any
 from .parts import Experts
 from .readings import latent_scale, list_expert_layers, read_latent
 from .rope_settings import read_rope, rope_parameters
-from .settings import Settings, is_int, is_number
+from .settings import Settings, is_int, is_number, is_set
 
 
 def read_ministral3(settings: Settings) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def read_mistral4(settings: Settings) -> dict[str, Any]:
     inner = settings.count("moe_intermediate_size")
     return dict(
         experts=Experts(
-            count=settings.count("n_routed_experts", settings.get("num_local_experts")),
+            count=settings.count(
+                settings.first("n_routed_experts", "num_local_experts")
+            ),
             per_token=settings.count("num_experts_per_tok"),
             inner=inner,
             shared_inner=inner * settings.count("n_shared_experts"),
@@ -64,7 +66,7 @@ def _read_growth(settings: Settings) -> tuple[float, int] | None:
         given.get(name)
         for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
     )
-    if not strength:
+    if not is_set(given, "llama_4_scaling_beta"):
         return None
     if not is_number(strength) or not is_int(span) or span < 1:
         raise ValueError(

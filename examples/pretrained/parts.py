@@ -18,10 +18,9 @@ class Experts:
         shared expert.
     shared_scale: float, factor of the shared expert's output.
     has_shared_gate: sigmoid gate on the shared expert's output, one per token.
-    has_sigmoid: router scores are sigmoids with a learnt selection bias, instead of
-        softmaxes.
-    has_choice_bias: softmaxes have a selection bias, too.
-    is_unbiased: sigmoids have no selection bias.
+    has_sigmoid: router scores are sigmoids, instead of softmaxes.
+    has_choice_bias: a learnt bias is added to the scores to select experts; weights do
+        not include it.
     score_cap: float, tanh bound of the router logits; None: no bound.
     jitter: float, for Phi's SparseMixer: an expert's weight is its softmax among the
         experts within a relative distance of 2 * jitter; None: among all.
@@ -46,7 +45,6 @@ class Experts:
     has_shared_gate: bool = False
     has_sigmoid: bool = False
     has_choice_bias: bool = False
-    is_unbiased: bool = False
     score_cap: float | None = None
     jitter: float | None = None
     is_normalised: bool = False
@@ -58,22 +56,25 @@ class Experts:
     has_biases: bool = False
     has_own_norms: bool = False
 
-    @property
-    def is_biased(self) -> bool:
-        """True if a learnt bias is added to select experts."""
-        return self.has_choice_bias or (self.has_sigmoid and not self.is_unbiased)
-
     def __post_init__(self) -> None:
         """Raise ValueError for groups or a top-k that the experts do not allow."""
         if self.count % self.groups or self.groups_per_token > self.groups:
             raise ValueError(
                 f"config.json: {self.count} experts cannot be split into {self.groups} "
-                f"groups, of which a token uses {self.groups_per_token}"
+                f"groups (n_group), {self.groups_per_token} per token (topk_group)"
             )
         if self.per_token > self.count // self.groups * self.groups_per_token:
             raise ValueError(
                 f"config.json: a token cannot use {self.per_token} of {self.count} "
-                f"experts in {self.groups_per_token} of {self.groups} groups"
+                f"experts in {self.groups_per_token} of {self.groups} groups "
+                "(num_experts_per_tok)"
+            )
+        # A group's score is the sum of its two best sigmoids (`experts.py`).
+        if self.has_sigmoid and self.groups > 1 and self.count < 2 * self.groups:
+            raise ValueError(
+                f"config.json: {self.groups} groups of {self.count} experts have one "
+                "each, but a router with sigmoids needs two or more per group; set "
+                "n_group to 1"
             )
 
 
@@ -154,7 +155,7 @@ class StateSpace:
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"config.json: {self.num_heads} heads cannot share {self.num_groups} "
-                "groups of keys and queries evenly"
+                "groups of keys and queries (mamba_n_groups) evenly"
             )
 
 
@@ -215,5 +216,5 @@ class DeltaRule:
         if self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"config.json: {self.num_heads} value heads of linear attention cannot "
-                f"share {self.num_key_heads} key heads evenly"
+                f"share {self.num_key_heads} key heads (linear_num_key_heads) evenly"
             )

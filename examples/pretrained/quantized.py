@@ -39,24 +39,26 @@ def read_quantization(settings: Settings) -> Quantization | None:
     Raises:
         ValueError: for a method that is not supported.
     """
-    given = settings.get("quantization_config")
+    given = settings.part("quantization_config", {})
     if not given:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
+    method = given.get("quant_method")
     if method not in METHODS:
         raise ValueError(
-            f"config.json: checkpoints quantized by {method!r} are not supported, only "
-            f"by {' and '.join(METHODS)}; use the float16, bfloat16 or float32 original"
+            f"config.json: checkpoints quantized by {method!r} (quant_method) are not "
+            f"supported, only by {' and '.join(METHODS)}; use the float16, bfloat16 or "
+            "float32 original"
         )
     if method == "mxfp4":
         return Quantization(method)
     block = given.get("weight_block_size")
     if block is None:
         return Quantization(method)
-    if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(is_int(size) and size > 0 for size in block):
         raise ValueError(
             "config.json: the weight_block_size of an fp8 checkpoint must be null or "
-            f"two numbers, got {block!r}"
+            f"two ints >= 1, got {block!r}"
         )
     return Quantization(method, (block[0], block[1]))
 

@@ -16,7 +16,7 @@ from .rope_settings import (
     rope_parameters,
     yarn_magnitude,
 )
-from .settings import Settings
+from .settings import Settings, is_set
 
 
 def read_olmo3(settings: Settings) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def read_gpt_oss(settings: Settings) -> dict[str, Any]:
 
 def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
     experts = Experts(
-        count=settings.count("num_local_experts", settings.get("num_experts")),
+        count=settings.count(settings.first("num_local_experts", "num_experts")),
         per_token=settings.count("num_experts_per_tok"),
         inner=settings.count("moe_intermediate_size"),
         is_normalised=settings.flag("norm_topk_prob"),
@@ -141,7 +141,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
 
 def list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
     """Return True for each layer with experts: listed ones, or all but the first."""
-    kinds = settings.get("mlp_layer_types")
+    kinds = settings.names("mlp_layer_types")
     if kinds is None:
         first = settings.count("first_k_dense_replace", least=0)
         return tuple(i >= first for i in range(num_layers))
@@ -165,11 +165,12 @@ def read_routed(settings: Settings) -> Experts:
         )
     inner, is_grouped = settings.count("moe_intermediate_size"), method != "greedy"
     return Experts(
-        count=settings.count("n_routed_experts", settings.get("num_experts")),
+        count=settings.count(settings.first("n_routed_experts", "num_experts")),
         per_token=settings.count("num_experts_per_tok"),
         inner=inner,
         shared_inner=inner * settings.count("n_shared_experts"),
         has_sigmoid=has_sigmoid,
+        has_choice_bias=has_sigmoid,
         is_normalised=settings.flag("norm_topk_prob"),
         scale=settings.number("routed_scaling_factor"),
         groups=settings.count("n_group") if is_grouped else 1,
@@ -181,7 +182,7 @@ def read_latent(settings: Settings) -> Latent:
     """Read the sizes of latent attention."""
     return Latent(
         rank=settings.count("kv_lora_rank"),
-        query_rank=settings.get("q_lora_rank") and settings.count("q_lora_rank"),
+        query_rank=settings.maybe_count("q_lora_rank"),
         plain_dim=settings.count("qk_nope_head_dim"),
         turned_dim=settings.count("qk_rope_head_dim"),
         value_dim=settings.count("v_head_dim"),
@@ -191,8 +192,8 @@ def read_latent(settings: Settings) -> Latent:
 def latent_scale(latent: Latent, rope: Rope, given: Mapping[str, Any]) -> float:
     """Return the scale of the scores, which yarn increases by `mscale_all_dim`."""
     scale = (latent.plain_dim + latent.turned_dim) ** -0.5
-    weight = given.get("mscale_all_dim")
-    if rope.scaling == "yarn" and weight:
+    if rope.scaling == "yarn" and is_set(given, "mscale_all_dim"):
+        weight = Settings(given).number("mscale_all_dim")
         scale *= yarn_magnitude(rope.factor, weight) ** 2
     return scale
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .rope import SCALINGS, Rope
-from .settings import Settings, is_int, is_number
+from .settings import Settings, is_int, is_number, is_set
 
 # The name of longrope in early checkpoints of Phi-3.
 OLD_NAMES = {"su": "longrope"}
@@ -18,10 +18,7 @@ KINDS = "full_attention", "sliding_attention"
 
 def rope_parameters(settings: Settings) -> Mapping[str, Any]:
     """Return the dict of either format; empty without one."""
-    found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"config.json: RoPE settings must be a dict: {found!r}")
-    return found
+    return settings.part("rope_scaling", {}) or settings.part("rope_parameters", {})
 
 
 def pair_rope_parameters(
@@ -38,12 +35,10 @@ def pair_rope_parameters(
     """
     of_kinds = [{**full}, {**windowed}]
     for name in ("rope_parameters", "rope_scaling"):
-        given = settings.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"config.json: RoPE settings must be a dict: {given!r}")
+        given = settings.part(name, {})
         if given.keys() & {*KINDS}:
             for own, kind in zip(of_kinds, KINDS, strict=True):
-                own |= given.get(kind) or {}
+                own |= Settings(given).part(kind, {})
         elif name == "rope_scaling":
             of_kinds[0] |= given
     return of_kinds[0], of_kinds[1]
@@ -65,8 +60,8 @@ def list_rope_parameters(
     missing = [kind for kind in usual if not isinstance(given.get(kind), Mapping)]
     if missing:
         raise ValueError(
-            f"config.json: RoPE settings must have those of {' and '.join(usual)}, got "
-            f"{sorted(given)}"
+            f"config.json: RoPE settings must have those of {' and '.join(usual)} in "
+            f"rope_parameters, got {sorted(given)}"
         )
     return [given[kind] for kind in usual]
 
@@ -95,12 +90,13 @@ def read_rope(
             "config.json gives RoPE settings per kind of layer, which is not supported "
             f"for this architecture: {sorted(given)}; its layers rotate alike"
         )
-    scaling = given.get("rope_type", given.get("type")) or "default"
+    scaling = given.get("rope_type", given.get("type"))
+    scaling = "default" if scaling is None else scaling
     scaling = OLD_NAMES.get(scaling, scaling) if isinstance(scaling, str) else scaling
     if scaling not in SCALINGS:
         raise ValueError(
-            f"config.json asks for RoPE scaling {scaling!r}; supported are "
-            + ", ".join(SCALINGS)
+            f"config.json: RoPE scaling has the rope_type or type {scaling!r}; "
+            "supported are " + ", ".join(SCALINGS)
         )
     rope = Rope(
         dim=dim
@@ -111,11 +107,20 @@ def read_rope(
         scaling=scaling,
         **READERS[scaling](settings, given),
     )
+    # Their formulas divide by dim - 2 and by the logarithm of theta.
+    if (scaling == "dynamic" and rope.dim <= 2) or (
+        scaling == "yarn" and rope.theta == 1
+    ):
+        raise ValueError(
+            f"config.json: {scaling} RoPE scaling needs more than 2 rotated components "
+            f"and a rope_theta other than 1, got {rope.dim} and {rope.theta}"
+        )
     for name in ("short_factors", "long_factors"):
         if scaling == "longrope" and len(getattr(rope, name)) != rope.dim // 2:
             raise ValueError(
                 f"config.json: RoPE scaling needs {rope.dim // 2} {name}, one for each "
-                f"pair of components, got {len(getattr(rope, name))}"
+                "pair of rotated components (partial_rotary_factor), got "
+                f"{len(getattr(rope, name))}"
             )
     return rope
 
@@ -193,7 +198,7 @@ def _read_yarn(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
     longest = settings.count("max_position_embeddings")
     factor = _number(given, "factor", longest / original)
     magnitude = yarn_magnitude(factor)
-    if given.get("mscale") and given.get("mscale_all_dim"):
+    if is_set(given, "mscale") and is_set(given, "mscale_all_dim"):
         # DeepSeek: the scale of the scores already includes `mscale_all_dim`.
         magnitude = yarn_magnitude(factor, _number(given, "mscale"))
         magnitude /= yarn_magnitude(factor, _number(given, "mscale_all_dim"))
@@ -202,7 +207,7 @@ def _read_yarn(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
         original_context=original,
         fast_turns=_number(given, "beta_fast", 32.0),
         slow_turns=_number(given, "beta_slow", 1.0),
-        is_truncated=bool(given.get("truncate", True)),
+        is_truncated=Settings(given).flag("truncate", True),
         magnitude=_number(given, "attention_factor", magnitude),
     )
 
@@ -212,13 +217,22 @@ def _read_longrope(settings: Settings, given: Mapping[str, Any]) -> dict[str, An
     longest = settings.count("max_position_embeddings")
     factor = _number(given, "factor", longest / original)
     magnitude = 1.0
+    if factor > 1 and original < 2:
+        raise ValueError(
+            "config.json: longrope needs an original_max_position_embeddings of 2 or "
+            f"more, got {original}"
+        )
     if factor > 1:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
     factors = {}
     for name in ("short_factor", "long_factor"):
         values = given.get(name)
-        if not isinstance(values, list) or not all(map(is_number, values)):
-            raise ValueError(f"config.json: {name} must be numbers, got {values!r}")
+        if not isinstance(values, list) or not all(
+            is_number(value) and value > 0 for value in values
+        ):
+            raise ValueError(
+                f"config.json: {name} must be numbers above 0, got {values!r}"
+            )
         factors[f"{name}s"] = tuple(map(float, values))
     return dict(
         original_context=original,

@@ -75,8 +75,7 @@ def layer_tensors(config: DecoderConfig, run: Run) -> dict[str, Source]:
     if run.feeds == "experts" and config.experts:
         table |= _experts(config, config.experts, run.start)
     elif run.feeds == "perceptron":
-        inner = config.inner_sizes[run.start] if config.inner_sizes else None
-        table |= _perceptron(config, "", inner or config.intermediate_size)
+        table |= _perceptron(config, "", config.find_inner_size(run.start))
     if config.layer_inputs:
         dim, hidden = config.layer_inputs.dim, config.hidden_size
         table |= list_whole(
@@ -179,7 +178,7 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
         table = {n: each for n, each in table.items() if not n.startswith("value")}
     if gate := config.output_gate:
         if gate.is_beside_queries:
-            table |= _gated_queries(config)
+            table |= _gated_queries(num_heads, dim, hidden)
         else:
             table |= list_whole(
                 query_gate=(num_heads if gate.of_heads else heads, hidden)
@@ -199,13 +198,13 @@ def _residual_scales(config: DecoderConfig) -> dict[str, Source]:
     return list_whole(**dict.fromkeys(names, (config.hidden_size,)))
 
 
-def _gated_queries(config: DecoderConfig) -> dict[str, Source]:
+def _gated_queries(num_heads: int, dim: int, hidden: int) -> dict[str, Source]:
     """Return queries and gates, alternating by head in the rows of one tensor."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    heads = num_heads * dim
 
     def take(half: int) -> Callable[[np.ndarray], np.ndarray]:
         def rows(tensor: np.ndarray) -> np.ndarray:
-            pairs = tensor.reshape(config.num_heads, 2, config.head_dim, hidden)
+            pairs = tensor.reshape(num_heads, 2, dim, hidden)
             return pairs[:, half].reshape(heads, hidden)
 
         return rows
@@ -307,9 +306,9 @@ def _router(experts: Experts, hidden: int, layer: int) -> dict[str, Source]:
     if inner is None:
         table = list_whole(router=(count, hidden))
         if experts.has_choice_bias:
-            table["choice_bias"] = Source((count,), (1, count), np.ravel)
-        elif experts.is_biased:
-            table |= list_whole(choice_bias=(count,))
+            # ERNIE, the only one with softmaxes, stores the bias as a row.
+            stored = (count,) if experts.has_sigmoid else (1, count)
+            table["choice_bias"] = Source((count,), stored, np.ravel)
         return table
     table = list_whole(
         router=(count + 1, inner),

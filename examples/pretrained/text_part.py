@@ -10,6 +10,8 @@ language model, so the other parts are not loaded.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .settings import Settings
+
 # Multimodal model types, and the default model type of their text part.
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
@@ -67,11 +69,10 @@ def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config.json is that of a {kind!r} without a text_config, whose settings "
             "are needed"
         )
-    names = raw.get("architectures") or ()
-    for name in [names] if isinstance(names, str) else names:
-        if not str(name).endswith(("ForConditionalGeneration", "ForCausalLM")):
+    for name in Settings(raw).names("architectures") or ():
+        if not name.endswith(("ForConditionalGeneration", "ForCausalLM")):
             raise ValueError(
-                f"config.json says the checkpoint is a {name}, which does not predict "
+                f"config.json: architectures names a {name}, which does not predict "
                 "tokens; a ...ForConditionalGeneration checkpoint is needed"
             )
     beside = {key: raw[key] for key in BESIDE if raw.get(key) is not None}

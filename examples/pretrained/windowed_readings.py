@@ -11,7 +11,7 @@ from .parts import Experts, OutputGate
 from .readings import list_expert_layers, read_qwen3_moe
 from .rope import Rope
 from .rope_settings import list_rope_parameters, read_rope
-from .settings import Settings
+from .settings import Settings, is_set
 
 # Default RoPE settings.
 MELLUM_ROPES = dict(
@@ -47,14 +47,15 @@ def read_laguna(settings: Settings) -> dict[str, Any]:
             f"{gating!r}"
         )
     gate = OutputGate(of_heads=gating != "per-element", function="softplus")
-    cap = settings.get("moe_router_logit_softcapping")
+    cap = "moe_router_logit_softcapping"
     experts = Experts(
         count=settings.count("num_experts"),
         per_token=settings.count("num_experts_per_tok"),
         inner=settings.count("moe_intermediate_size"),
         shared_inner=settings.count("shared_expert_intermediate_size"),
         has_sigmoid=True,
-        score_cap=settings.number("moe_router_logit_softcapping") if cap else None,
+        has_choice_bias=True,
+        score_cap=settings.number(cap) if is_set(settings, cap) else None,
         is_normalised=True,
         scale=settings.number("moe_routed_scaling_factor"),
     )
@@ -81,7 +82,7 @@ def read_cohere2_moe(settings: Settings) -> dict[str, Any]:
     )
     # With `rms_norm_eps` the norm does not subtract the mean.
     epsilon = settings.raw.get("rms_norm_eps")
-    inner = settings.get("prefix_dense_intermediate_size")
+    inner = "prefix_dense_intermediate_size"
     return dict(
         logit_scale=settings.number("logit_scale"),
         has_centred_norms=epsilon is None,
@@ -89,7 +90,7 @@ def read_cohere2_moe(settings: Settings) -> dict[str, Any]:
             "layer_norm_eps" if epsilon is None else "rms_norm_eps"
         ),
         intermediate_size=settings.count(
-            "prefix_dense_intermediate_size" if inner else "intermediate_size"
+            inner if is_set(settings, inner) else "intermediate_size"
         ),
         experts=_read_cohere_experts(settings),
         expert_layers=expert_layers,
@@ -141,7 +142,6 @@ def _read_cohere_experts(settings: Settings) -> Experts:
         inner=inner,
         shared_inner=shared_inner,
         has_sigmoid=is_sigmoid,
-        is_unbiased=is_sigmoid,
         # A softmax of the chosen experts' scores adds up to one.
         is_normalised=not is_sigmoid or settings.flag("norm_topk_prob"),
     )

@@ -55,6 +55,7 @@ def read_zaya(settings: Settings) -> dict[str, Any]:
             per_token=1,
             inner=settings.count("moe_intermediate_size"),
             router_inner=settings.count("router_hidden_size"),
+            has_choice_bias=True,
         ),
         expert_layers=(True,) * num_layers,
         has_head_bias=settings.flag("lm_head_bias"),

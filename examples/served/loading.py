@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import pretrained
 from generating.arguments import add_stored_dtypes
 from pretrained.drafters import load_drafter
+from pretrained.settings import read_json
 from tokenizers import Tokenizer
 
 import jkv
@@ -289,9 +289,13 @@ def load(
 
 
 def read_max_new_tokens(folder: str | Path) -> int | None:
-    """Return the checkpoint's default `max_new_tokens`, or None."""
+    """Return the checkpoint's default `max_new_tokens`, or None.
+
+    Raises:
+        ValueError: if generation_config.json is not a JSON object.
+    """
     path = pretrained.find_folder(folder) / "generation_config.json"
-    settings = json.loads(path.read_text()) if path.is_file() else {}
+    settings = read_json(path) if path.is_file() else {}
     most = settings.get("max_new_tokens")
     return most if isinstance(most, int) and most > 0 else None
 

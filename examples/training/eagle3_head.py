@@ -6,7 +6,8 @@ output: pass s computes draft token s of all rows at once ("training-time test",
 al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", 2025). As in SpecForge, the target's distribution is restricted to
 the draft vocabulary, rows with another most likely token are excluded, and later passes
-have lower weights. Rows of prompts are included: the target's distribution is known
+have lower weights. As in speculators, pass s excludes the first rows, which no draft
+reaches: those up to s. Rows of prompts are included: the target's distribution is known
 there. Weights have SGLang's names.
 
 Symbols: `N` sequences, `T` tokens of each, `E` hidden size, `L` auxiliary layers, `V`
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from pretrained import DecoderConfig
-from pretrained.layers import scale_to_unit
+from pretrained.layers import cap, scale_to_unit
 from safetensors.numpy import save_file
 
 Params = dict[str, jax.Array]  # f32, [out, in]
@@ -98,8 +99,10 @@ def find_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loss, and the tokens per step: 1 plus the accepted draft tokens."""
     *aux, last = jnp.moveaxis(texts.hidden.astype(jnp.float32), 2, 0)
-    wanted = jax.nn.softmax(last @ frozen.head.T)
+    logits = (last @ frozen.head.T) * config.logit_scale
+    wanted = jax.nn.softmax(cap(logits, config.logit_cap))
     weight = texts.trained & jnp.isin(texts.best, frozen.draft_tokens)
+    row = jnp.arange(texts.tokens.shape[1])[None]
     carried = shift(jnp.concatenate(aux, axis=-1)) @ params["fc.weight"].T
     past: list[Any] = []
     loss, right, made = jnp.float32(0), texts.counted, jnp.float32(1)
@@ -109,10 +112,14 @@ def find_loss(
         normed = scale_to_unit(carried, EPSILON) * params["norm.weight"][None, None]
         logits = normed @ frozen.head.T
         losses = -jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)
-        loss += DECAY**run * jnp.sum(losses * weight) / jnp.sum(weight)
+        # A draft starts after the first row, which has no previous hidden state, and
+        # is `run` rows further in this pass.
+        is_drafted = row > run
+        used = weight & is_drafted
+        loss += DECAY**run * jnp.sum(losses * used) / jnp.maximum(jnp.sum(used), 1)
         drafted = frozen.draft_tokens[jnp.argmax(logits, axis=-1)]
         right = (shift(right) if run else right) & (drafted == texts.best)
-        right &= texts.counted
+        right &= texts.counted & is_drafted
         made += jnp.sum(right) / jnp.sum(texts.counted)
         carried = shift(carried)
     return loss, made
@@ -138,7 +145,7 @@ def save_head(
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": EPSILON,
-        "rope_theta": config.ropes[0].theta,
+        "rope_theta": _find_theta(config),
         "max_position_embeddings": config.max_context_length,
         "tie_word_embeddings": False,
         "fc_norm": True,
@@ -219,8 +226,13 @@ def _attend(queries: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.
 
 def _rotate(config: DecoderConfig, x: jax.Array) -> jax.Array:
     """Rotate pairs (i, i + dim / 2) of [N, T, heads, dim] by their positions."""
-    dim, theta = config.head_dim, config.ropes[0].theta
+    dim, theta = config.head_dim, _find_theta(config)
     angles = np.arange(x.shape[1])[:, None] * theta ** -(np.arange(0, dim, 2) / dim)
     cos, sin = (f(angles)[None, :, None].astype(np.float32) for f in (np.cos, np.sin))
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _find_theta(config: DecoderConfig) -> float:
+    """Return the RoPE base of the target's first layer with RoPE, or the usual one."""
+    return next((rope.theta for rope in config.ropes if rope), 10_000.0)

@@ -34,11 +34,20 @@ def write_texts(
 
     Without a chat template, prompts are sampled after a stop token. Equal and empty
     prompts of a chat are dropped, so that N may be below `num_texts`.
+
+    Raises:
+        ValueError: for a model with neither, or without a prompt of its own.
     """
-    tokenizer, begin = pretrained.load_tokenizer(folder), [model.config.stop_tokens[0]]
+    tokenizer, begin = pretrained.load_tokenizer(folder), model.config.stop_tokens[:1]
     encode = partial(tokenizer.encode, add_special_tokens=False)
     if chats := pretrained.has_chat_template(folder):
         begin = encode(pretrained.render_chat(folder, MARK).partition(MARK)[0]).ids
+    if not begin:
+        raise ValueError(
+            f"{folder} must have a chat template, or a stop token to sample prompts "
+            "after (eos_token_id in config.json)"
+        )
+    begin = list(begin)
     prompts = _roll_out(model, params, [begin] * num_texts, PROMPT_TOKENS, 0.8)
     if chats:
         made = dict.fromkeys(tokenizer.decode(each).strip() for each in prompts)
@@ -46,6 +55,10 @@ def write_texts(
         prompts = [encode(pretrained.render_chat(folder, q)).ids for q in questions]
     else:
         prompts = [begin + each for each in prompts]
+    if not prompts:
+        raise ValueError(
+            f"{folder}: all {num_texts} sampled prompts are empty; sample more of them"
+        )
     temperatures = 0.7 * (np.arange(len(prompts), dtype=np.float32) % 2)
     completions = _roll_out(model, params, prompts, num_new, temperatures)
     texts = [a + b for a, b in zip(prompts, completions, strict=True)]

@@ -53,6 +53,13 @@ WINDOW = Kind(
         or (isinstance(value, list) and all(map(COUNT.allows, value)))
     ),
 )
+PATTERN = Kind(
+    "an int of 1 or more, or a list with true or false for each layer",
+    lambda value: (
+        SIZE.allows(value)
+        or (isinstance(value, list) and bool(value) and all(map(FLAG.allows, value)))
+    ),
+)
 SHARED = {
     "general.architecture": TEXT,
     "tokenizer.chat_template": TEXT,
@@ -66,7 +73,10 @@ SHARED = {
     "tokenizer.ggml.add_eos_token": FLAG,
     "tokenizer.ggml.add_space_prefix": FLAG,
 }
-TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+TOKEN_IDS = (
+    *("bos", "eos", "eot", "eom", "unknown", "padding"),
+    *("fim_pad", "fim_rep", "fim_sep"),
+)
 OF_ARCHITECTURES = {
     "block_count": SIZE,
     "context_length": SIZE,
@@ -81,6 +91,7 @@ OF_ARCHITECTURES = {
     "attention.key_length": SIZE,
     "attention.value_length": SIZE,
     "attention.sliding_window": WINDOW,
+    "attention.sliding_window_pattern": PATTERN,
     "attention.layer_norm_rms_epsilon": POSITIVE,
     "attention.scale": NUMBER,
     "attn_logit_softcapping": NUMBER,
@@ -90,6 +101,11 @@ OF_ARCHITECTURES = {
     "rope.freq_base_swa": POSITIVE,
     "rope.scaling.type": TEXT,
     "rope.scaling.factor": NUMBER,
+    "rope.scaling.attn_factor": NUMBER,
+    "rope.scaling.yarn_attn_factor": NUMBER,
+    "rope.scaling.yarn_beta_fast": NUMBER,
+    "rope.scaling.yarn_beta_slow": NUMBER,
+    "rope.scale_linear": NUMBER,
     "rope.scaling.original_context_length": COUNT,
     "expert_count": COUNT,
     "expert_used_count": COUNT,

@@ -64,6 +64,13 @@ LISTS_OF_LAYERS = ("attn_type_list", "layer_types", "layers_block_type")
 
 MIXED_HEADS = ("global_head_dim", "num_global_key_value_heads", "block_configs")
 
+# Keys of lists of layers and of nested settings.
+TYPES = {
+    "attn_layer_indices": list,
+    "linear_attn_config": dict,
+    "no_rope_layers": list,
+}
+
 # The fields that determine the bytes of a token in a layer.
 HEADS = ("num_kv_heads", "head_dim", "value_head_dim")
 
@@ -146,6 +153,9 @@ def _sizes(
         raise ValueError(
             "encoder-decoder models need a second cache, which jkv does not support"
         )
+    for name, kind in TYPES.items():
+        if not isinstance(model.get(name), kind | None):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {model[name]!r}")
     totals = [*(model.get(name) for name in NUM_LAYERS), given.get("num_layers")]
     total = next((number for number in totals if isinstance(number, int)), 0)
     kinds = layer_kinds.name_layers(model, total)
@@ -210,10 +220,11 @@ def _num_layers(
         total = sum(kind in layer_kinds.ATTENDING for kind in kinds)
         if total < len(kinds):
             notes.append(f"{total} of {len(kinds)} layers have keys and values")
-    shared = model.get("num_kv_shared_layers") or 0
-    if shared:
-        notes.append(f"the last {shared} layers use the keys and values of others")
-    return total - int(shared)
+    if not model.get("num_kv_shared_layers"):
+        return total
+    shared = _read_count(model, ("num_kv_shared_layers",), "num_layers")
+    notes.append(f"the last {shared} layers use the keys and values of others")
+    return total - shared
 
 
 def _read_heads(
@@ -225,7 +236,9 @@ def _read_heads(
     """Return the heads of each attention layer, at least of one."""
     heads = given.get("num_kv_heads") or _num_kv_heads(model)
     dim = given.get("head_dim") or _head_dim(model)
-    of_values = dim if "head_dim" in given else model.get("v_head_dim") or dim
+    of_values = dim
+    if model.get("v_head_dim") and "head_dim" not in given:
+        of_values = _read_count(model, ("v_head_dim",), "value_head_dim")
     usual = Heads(heads, dim, given.get("value_head_dim") or of_values)
     if {"num_kv_heads", "head_dim"} <= given.keys() or not layer_kinds.may_differ(
         model
@@ -329,8 +342,10 @@ def _refuse(model: dict[str, Any], keys: tuple[str, ...], fields: str) -> None:
 
 def _latent_fields(model: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the fields of multi-head latent attention, one vector for all heads."""
-    rank = int(model["kv_lora_rank"])
-    width = rank + int(model.get("qk_rope_head_dim") or 0)
+    given = "num_kv_heads and head_dim"
+    width = rank = _read_count(model, ("kv_lora_rank",), given)
+    if model.get("qk_rope_head_dim"):
+        width += _read_count(model, ("qk_rope_head_dim",), given)
     notes.append(f"latent attention: one vector of {width} a token, values its {rank}")
     return {
         "num_kv_heads": 1,

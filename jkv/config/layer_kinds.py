@@ -155,8 +155,10 @@ def list_heads(
     """Return the heads of each attention layer."""
     given = model.get("per_layer_config")
     if isinstance(given, Mapping):
-        own = {int(layer): _read_entry(entry) for layer, entry in given.items()}
-        return tuple(_change(usual, own.get(layer, {})) for layer in windowed)
+        fields = dict(_read_entry(layer, entry) for layer, entry in given.items())
+        return tuple(_change(usual, fields.get(layer, {})) for layer in windowed)
+    if given is not None:
+        raise ValueError(f"per_layer_config must be an object, got {given!r}")
     return tuple(
         _change(usual, _read_kind(model, usual, has_window))
         for has_window in windowed.values()
@@ -167,7 +169,7 @@ def may_differ(model: Mapping[str, Any]) -> bool:
     """True if the layers of the model type may differ in their heads."""
     family = find_family(model)
     return (
-        isinstance(model.get("per_layer_config"), Mapping)
+        model.get("per_layer_config") is not None
         or family.global_head_dim is not None
         or family.window_heads > 1
         or any(model.get(name) is not None for name in OF_WINDOWED)
@@ -195,15 +197,28 @@ def _change(usual: Heads, fields: dict[str, int]) -> Heads:
     return usual._replace(**fields)
 
 
-def _read_entry(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return the overridden fields of one layer in per_layer_config."""
+def _read_entry(layer: str | int, entry: Any) -> tuple[int, dict[str, int]]:
+    """Return a layer's index, and its overridden fields in per_layer_config."""
+    if not str(layer).isdecimal() or not isinstance(entry, Mapping):
+        raise ValueError(
+            f"per_layer_config must hold an object by a layer's index, got {entry!r} "
+            f"for {layer!r}"
+        )
     unknown = sorted(entry.keys() - FIELDS.keys() - WITHOUT_KEYS)
     if unknown:
         raise ValueError(
             f"per_layer_config changes {', '.join(unknown)} of single layers, whose "
             f"effect on the cache is unknown; give num_kv_heads and head_dim"
         )
-    return {FIELDS[name]: entry[name] for name in entry.keys() & FIELDS.keys()}
+    names = entry.keys() & FIELDS.keys()
+    return int(layer), {FIELDS[name]: _read_count(entry, name) for name in names}
+
+
+def _read_count(model: Mapping[str, Any], name: str) -> int:
+    value = model[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive int, got {value!r}")
+    return value
 
 
 def _read_kind(
@@ -212,13 +227,16 @@ def _read_kind(
     """Return the overridden fields of layers with or without a window."""
     family = find_family(model)
     if has_window:
-        named = {ours: model.get(name) for name, ours in OF_WINDOWED.items()}
+        named = {n: ours for n, ours in OF_WINDOWED.items() if model.get(n) is not None}
         fields = {"num_kv_heads": family.window_heads * usual.num_kv_heads}
-        return fields | {name: n for name, n in named.items() if n is not None}
+        return fields | {ours: _read_count(model, name) for name, ours in named.items()}
     if family.global_head_dim is None:
         return {}
-    fields = {"head_dim": model.get("global_head_dim") or family.global_head_dim}
-    heads = model.get("num_global_key_value_heads")
-    if heads is not None and (family.gate is None or model.get(family.gate)):
-        fields["num_kv_heads"] = heads
+    fields = {"head_dim": family.global_head_dim}
+    if model.get("global_head_dim") is not None:
+        fields["head_dim"] = _read_count(model, "global_head_dim")
+    name = "num_global_key_value_heads"
+    is_used = family.gate is None or model.get(family.gate)
+    if is_used and model.get(name) is not None:
+        fields["num_kv_heads"] = _read_count(model, name)
     return fields

@@ -41,6 +41,7 @@ def test_experts_of_glm():
         inner=1408,
         shared_inner=1408,
         has_sigmoid=True,
+        has_choice_bias=True,
         is_normalised=True,
     )
     assert air.expert_layers == (False, *[True] * 45)
@@ -202,14 +203,18 @@ def test_multi_token_prediction_layers_are_skipped(
         (
             "HUNYUAN_1_8B",
             dict(rope_scaling=published.HUNYUAN_ROPE | dict(alpha="x")),
-            "alpha above 0, got 'x'",
+            "'alpha' must be a number above 0, got 'x'",
         ),
         ("HUNYUAN_A13B", dict(moe_topk=[8, 4]), "'moe_topk'.*same for all layers"),
         ("HUNYUAN_A13B", dict(moe_intermediate_size=16), "experts of 16 units"),
         ("HUNYUAN_A13B", dict(moe_layer_num_skipped=2), "moe_layer_num_skipped 2"),
         ("HUNYUAN_A13B", dict(use_mixed_mlp_moe=False), "use_mixed_mlp_moe False"),
         # ERNIE's vision-language models have two kinds of experts.
-        ("ERNIE_21B", dict(moe_num_experts=[64, 64]), "'num_experts' must be an int"),
+        (
+            "ERNIE_21B",
+            dict(moe_num_experts=[64, 64]),
+            "'moe_num_experts' must be an int",
+        ),
         ("MINIMAX_M2", dict(attn_type_list=[0] * 62), "lightning attention"),
         ("MINIMAX_M2", dict(qk_norm_type="per_head"), "qk_norm_type 'per_head'"),
         ("MINIMAX_M2", dict(scoring_func="softmax"), "scoring_func 'softmax'"),

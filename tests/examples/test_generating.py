@@ -196,10 +196,19 @@ def test_generation_config_sets_sampling_defaults(
 
 def test_sampling_settings_are_validated(monkeypatch, tmp_path):
     path = tmp_path / "generation_config.json"
-    for settings in ({"top_k": "many"}, {"top_k": 1.5}, {"do_sample": "yes"}):
+    for settings in (
+        {"top_k": "many"},
+        {"top_k": 1.5},
+        {"top_p": 1.5},
+        {"temperature": -1},
+        {"repetition_penalty": 0},
+        {"do_sample": "yes"},
+    ):
         path.write_text(json.dumps(settings))
         with pytest.raises(ValueError, match=next(iter(settings))):
             pretrained.read_sampling(tmp_path)
+    path.write_text(json.dumps({"top_k": -1, "do_sample": True}))
+    assert pretrained.read_sampling(tmp_path)["top_k"] == 0
     options = parsed(monkeypatch, "--top-p", "2")
     with pytest.raises(ValueError, match="Sampling.top_p must be from 0 to 1"):
         command.choose_sampling(options)

@@ -190,6 +190,18 @@ def test_empty_tokens_are_reported_and_duplicates_refused():
         make_tokenizer(make_file(["ab"]))
 
 
+@pytest.mark.parametrize("merges", [["ab"], ["a c"], ["a !"]])
+def test_merges_that_are_no_pairs_of_tokens_are_refused(merges):
+    with pytest.raises(ValueError, match=r"model\.gguf: tokenizer\.ggml\.merges must"):
+        make_tokenizer(make_file(merges=merges))
+
+
+def test_longrope_needs_its_factors():
+    metadata = {"general.architecture": "phi3", "phi3.rope.scaling.type": "longrope"}
+    with pytest.raises(ValueError, match=r"a\.gguf lacks the tensor rope_factors_sh"):
+        settings._read_scaling(GGUFile((Path("a.gguf"),), metadata, {}))
+
+
 def test_named_chat_templates():
     one = {"tokenizer.chat_template": "chat"}
     both = one | {"tokenizer.chat_template.tool_use": "tools"}
@@ -231,7 +243,7 @@ def test_rope_scaling_with_old_and_new_keys(monkeypatch):
     more = read(rope__scaling__yarn_attn_factor=2.0, **yarn)["attention_factor"]
     assert more == pytest.approx(2 * (0.1 * np.log(4.0) + 1))
     with pytest.raises(
-        ValueError, match=r"a\.gguf: RoPE scaling 'other' is not supported"
+        ValueError, match=r"a\.gguf: rope.scaling.type 'other' is not supported"
     ):
         read(rope__scaling__type="other")
     factors = read(factors=[1.0, 8.0])["long_factor"]

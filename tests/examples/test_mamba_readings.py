@@ -86,13 +86,13 @@ def test_falcon_h1_sizes_omitted_and_null():
         ),
         (
             dict(model_type="granitemoehybrid", position_embedding_type="alibi"),
-            "'alibi' is not supported",
+            "'alibi' is not supported, only 'rope', 'nope' and null",
         ),
         (dict(model_type="lfm2_moe", use_expert_bias=False), "use_expert_bias"),
         (dict(ssm_multipliers=[1.0, 2.0]), "ssm_multipliers.* 5 numbers above 0"),
         (dict(mamba_d_head=5), "1024 channels .* 4 heads of 5"),
         (dict(mamba_d_ssm=32, mamba_n_groups=3), "4 heads cannot share 3 groups"),
-        (dict(hidden_act="gelu_pytorch_tanh"), "behind a convolution with 'gelu"),
+        (dict(hidden_act="gelu_pytorch_tanh"), "hidden_act 'gelu.* behind Mamba 2"),
     ],
 )
 def test_unsupported_mamba_settings_are_refused_by_name(changes, message):

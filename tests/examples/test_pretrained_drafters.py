@@ -6,16 +6,19 @@ draft token after one prompt: by transformers 5.24 for Gemma 4's assistants, MTP
 form and in SGLang's. The prompt is longer than every window.
 """
 
+import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
 from pretrained.drafters import load_drafter
+from pretrained.tensors import layer_tensors
 from safetensors.numpy import load_file, save_file
 from support.jax_versions import with_further
 
@@ -231,3 +234,156 @@ def test_drafters_of_other_targets_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="inputs of layers .*, the target has"):
         load_drafter(tmp_path, model, params, config)
+
+
+@pytest.fixture
+def eagle3(tmp_path):
+    """Function that loads an EAGLE-3 head after a change of its tensors and config."""
+    source = FIXTURES / "eagle3_sglang"
+    model, params = pretrained.load(source / "target")
+    config = model.cache_config(64, max_sequences=1)
+    raw = json.loads((source / "drafter" / "config.json").read_text())
+    tensors = load_file(source / "drafter" / "model.safetensors")
+
+    def load(left_out=(), settings=None, **changes):
+        kept = {n: each for n, each in tensors.items() if n not in left_out}
+        save_file(kept | changes, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(raw | (settings or {})))
+        return load_drafter(tmp_path, model, params, config)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("left_out", "settings", "message"),
+    [
+        (["d2t"], None, "lacks the tensor 'd2t'"),
+        (["lm_head.weight"], None, "lacks the tensor 'lm_head.weight'"),
+        (["d2t", "lm_head.weight"], None, "lacks the tensor 'd2t'"),
+        ([], {"draft_vocab_size": None}, "'d2t' has shape .96,., but it must be .128,"),
+        (["lm_head.weight"], {"draft_vocab_size": 128}, "'d2t' has shape"),
+    ],
+)
+def test_a_draft_vocabulary_has_ids_and_a_head(eagle3, left_out, settings, message):
+    with pytest.raises(ValueError, match=message):
+        eagle3(left_out, settings)
+
+
+def test_a_head_without_a_draft_vocabulary(eagle3):
+    """It has the target's output projection, or one of its own with all tokens."""
+    names, settings = ["d2t", "lm_head.weight"], dict(draft_vocab_size=None)
+    params = eagle3(names, settings).params
+    assert params["head"].shape == (128, 32) and "draft_tokens" not in params
+    own = np.ones((128, 32), np.float32)
+    params = eagle3(["d2t"], settings, **{"lm_head.weight": own}).params
+    np.testing.assert_array_equal(params["head"], own)
+
+
+@pytest.mark.parametrize("first", [-1, 33])
+def test_ids_outside_the_vocabulary_are_refused(eagle3, first):
+    with pytest.raises(ValueError, match=f"'d2t' gives ids from {min(first, 0)} to"):
+        eagle3(d2t=np.full(96, first) * (np.arange(96) == (0 if first < 0 else 95)))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    source = FIXTURES / "eagle3_sglang" / "target"
+    model, params = pretrained.load(source)
+    config = model.cache_config(64, max_sequences=1)
+    assert load_drafter(source, model, params, config).num_tokens == 4
+    raw = json.loads((source / "config.json").read_text()) | dict(vocab_size=64)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(
+        ValueError, match="a vocabulary of 64 tokens .*, the target 128"
+    ):
+        load_drafter(tmp_path, model, params, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dflash", dict(mask_token_id=128), "mask_token_id 128 is outside"),
+        ("dflash", dict(block_size=1), "'block_size' must be an int >= 2"),
+        ("dflash", dict(target_layer_ids=[-1]), r"inputs of layers \(0,\)"),
+        ("eagle3_sglang", dict(num_hidden_layers=2), "num_hidden_layers .* must be 1"),
+        (
+            "eagle3_sglang",
+            dict(model_type="gemma2"),
+            "layer of model_type 'gemma2' is not supported",
+        ),
+        (
+            "eagle3_qwen3",
+            dict(speculators_model_type="eagle", architectures=[]),
+            "eagle3, dflash and dspark",
+        ),
+        (
+            "gemma4_assistant_clusters",
+            dict(num_centroids=3),
+            "num_centroids 3 must divide the 128 tokens",
+        ),
+        (
+            "gemma4_assistant_clusters",
+            dict(centroid_intermediate_top_k=17),
+            "centroid_intermediate_top_k 17 must not exceed",
+        ),
+    ],
+)
+def test_unsupported_drafter_settings_are_refused(tmp_path, name, settings, message):
+    source = FIXTURES / name
+    model, params = pretrained.load(source / "target")
+    config = model.cache_config(64, max_sequences=1)
+    shutil.copy(source / "drafter" / "model.safetensors", tmp_path)
+    raw = json.loads((source / "drafter" / "config.json").read_text()) | settings
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path, model, params, config)
+
+
+@pytest.mark.parametrize("name", ["laguna", "gemma4", "qwen3_next", "nemotron_h"])
+def test_a_model_of_one_layer_has_its_sizes(name):
+    """Its tensors have the shapes of the layer, and its cache one group."""
+    config = pretrained.read_config(CHECKPOINTS / name)
+    for run in config.runs:
+        alone = config.take_layer(run.start)
+        (own,) = alone.runs
+        expected = layer_tensors(config, run)
+        found = layer_tensors(alone, own)
+        shares = config.key_layers and config.key_layers[run.start] != run.start
+        assert shares or {n: x.stored for n, x in found.items()} == {
+            n: x.stored for n, x in expected.items()
+        }
+        assert alone.windows == (config.windows[run.start],)
+        assert alone.ropes == (config.ropes[run.start],)
+        assert alone.has_spans(0) == config.has_spans(run.start)
+        assert not alone.layer_heads and not alone.query_heads
+
+
+def test_every_setting_of_layers_is_listed():
+    """A field with an entry per layer is a tuple of any length."""
+    hints = get_type_hints(pretrained.DecoderConfig)
+    tuples = {name for name, hint in hints.items() if get_args(hint)[1:] == (...,)}
+    fields = dataclasses.fields(pretrained.DecoderConfig)
+    listed = {field.name for field in fields if field.metadata.get("is_per_layer")}
+    assert listed == tuples - {"stop_tokens"} and len(listed) == 11
+
+
+def test_the_mtp_layer_of_layers_with_other_query_heads(tmp_path):
+    """It has the sizes of the last attention layer."""
+    source = CHECKPOINTS / "laguna"
+    model, params = pretrained.load(source)
+    config, tensors = model.config, load_file(source / "model.safetensors")
+    assert config.query_heads[-1] != config.num_heads
+    last = f"model.layers.{config.num_layers - 1}."
+    mtp = {
+        name.replace(last, "mtp.layers.0."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    wide = config.hidden_size
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        mtp[f"mtp.{name}.weight"] = np.ones(wide, np.float32)
+    mtp["mtp.fc.weight"] = np.ones((wide, 2 * wide), np.float32)
+    save_file(mtp, tmp_path / "model.safetensors")
+    cache = model.cache_config(64, max_sequences=1)
+    drafter = load_drafter(None, model, params, cache, target=tmp_path)
+    (layer,) = drafter.params["layers"]
+    np.testing.assert_array_equal(layer["query"][0], params["layers"][-1]["query"][0])

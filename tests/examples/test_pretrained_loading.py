@@ -181,6 +181,10 @@ def test_stop_tokens_come_from_generation_config(folder):
         ({"num_key_value_heads": 3}, "2 query heads cannot share 3"),
         ({"head_dim": 5}, "head_dim must be even"),
         ({"hidden_size": 0}, "'hidden_size' must be an int >= 1, got 0"),
+        ({"hidden_size": 2**31}, "'hidden_size' must be an int <= 2147483647"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 10000"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a number above 0"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps' must be a number above 0"),
         ({"hidden_size": None}, "'hidden_size' must be an int >= 1, got None"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 2}},
@@ -189,10 +193,27 @@ def test_stop_tokens_come_from_generation_config(folder):
         ({"rope_scaling": {"type": "dynamic"}}, "needs a positive 'factor', got None"),
         ({"rope_scaling": {"type": "linear"}}, "needs a positive 'factor', got None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor', got '2'"),
-        ({"rope_scaling": [1]}, "must be a dict"),
+        ({"rope_scaling": [1]}, "'rope_scaling' must be an object"),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}},
             "high_freq_factor above low_freq_factor",
+        ),
+        (
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            "needs more than 2 rotated components",
+        ),
+        (
+            {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}},
+            "a rope_theta other than 1",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 1,
+                "rope_scaling": dict(
+                    type="longrope", short_factor=[1, 1], long_factor=[1, 1]
+                ),
+            },
+            "original_max_position_embeddings of 2 or more",
         ),
         ({"rope_parameters": {"full_attention": {}}}, "per kind of layer"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),

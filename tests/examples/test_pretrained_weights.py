@@ -279,7 +279,11 @@ def test_only_used_experts_are_computed():
 def test_invalid_expert_groups_are_refused():
     for changes, message in (
         (dict(groups=3), "cannot be split into 3 groups"),
-        (dict(groups=2, groups_per_token=3), "of which a token uses 3"),
+        (dict(groups=2, groups_per_token=3), "into 2 groups .* 3 per token"),
+        (
+            dict(groups=4, groups_per_token=2, has_sigmoid=True),
+            "4 groups of 4 experts have one each",
+        ),
         (dict(per_token=5), "cannot use 5 of 4 experts"),
         (dict(per_token=3, groups=2), "cannot use 3 of 4 experts in 1 of 2"),
     ):

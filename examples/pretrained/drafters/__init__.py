@@ -2,7 +2,7 @@
 
     model, params = pretrained.load("target")
     config = model.cache_config(4096, max_sequences=8)
-    drafter = load_drafter("drafter", "target", model, params, config)
+    drafter = load_drafter("drafter", model, params, config)
     cache = jkv.init(jkv.with_drafter(config, drafter))
 
 `load_drafter` returns one of `jkv.drafters`. `assistant.py` reads Gemma 4's assistants,
@@ -10,6 +10,7 @@
 the MTP layer in a target's own checkpoint, and `block.py` DFlash and DSpark drafters.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import jkv
 from ..config import read_config
 from ..gguf_reading import find_folder
 from ..model import Decoder
-from ..settings import read_json
+from ..settings import Settings, read_json
 from .assistant import read_assistant
 from .block import read_block
 from .eagle3 import read_eagle3
@@ -27,7 +28,7 @@ from .sizes import Target
 
 __all__ = ["load_drafter"]
 
-BLOCKS = "dflash", "dspark"
+BLOCKS = "dflash", "dspark", "muse_glimmer_assistant"
 
 
 def load_drafter(
@@ -60,15 +61,10 @@ def load_drafter(
         return read_multi_token(Path(target), given, num_tokens)
     path = find_folder(folder)
     raw = read_json(path / "config.json")
-    kind = raw.get("speculators_model_type") or raw.get("model_type")
-    names = " ".join(map(str, raw.get("architectures") or ()))
-    if kind == "gemma4_assistant":
-        return read_assistant(path, raw, given, num_tokens)
-    if kind == "eagle3" or "Eagle3" in names:
-        return read_eagle3(path, raw, given, num_tokens)
-    if "target_layer_ids" in raw or "dflash_config" in raw or kind in BLOCKS:
-        return read_block(path, raw, given, num_tokens)
+    if reader := _find_reader(raw):
+        return reader(path, raw, given, num_tokens)
     drafting = Decoder(read_config(path))
+    given.check_vocab_size(drafting.config.vocab_size)
     from ..checkpoint import read_params
 
     own = drafting.cache_config(
@@ -83,3 +79,26 @@ def load_drafter(
         config=own,
         num_tokens=num_tokens or 4,
     )
+
+
+def _find_reader(raw: Mapping[str, Any]) -> Callable[..., jkv.Drafter] | None:
+    """Return the reader of a drafter's checkpoint; None for a model of its own.
+
+    Raises:
+        ValueError: for an unknown kind of drafter in speculators' format.
+    """
+    of_speculators = raw.get("speculators_model_type")
+    kind = raw.get("model_type") if of_speculators is None else of_speculators
+    names = " ".join(Settings(raw).names("architectures") or ())
+    if kind == "gemma4_assistant":
+        return read_assistant
+    if kind == "eagle3" or "Eagle3" in names:
+        return read_eagle3
+    if "target_layer_ids" in raw or "dflash_config" in raw or kind in BLOCKS:
+        return read_block
+    if of_speculators is not None:
+        raise ValueError(
+            f"config.json: speculators_model_type {kind!r} is not supported; supported "
+            "are eagle3, dflash and dspark"
+        )
+    return None

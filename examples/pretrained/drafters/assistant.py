@@ -20,6 +20,7 @@ from ..checkpoint import read_params
 from ..config import DecoderConfig, parse_config
 from ..layers import linear, multiply, norm
 from ..model import Decoder, find_logits
+from ..settings import Settings
 from .sizes import Target
 from .tensors import Checkpoint
 
@@ -115,18 +116,14 @@ def read_assistant(
     Raises:
         ValueError: for an invalid checkpoint, or a drafter of another target.
     """
-    own = target.model.config
-    text = dict(raw["text_config"])
-    backbone = raw.get("backbone_hidden_size")
+    own, settings = target.model.config, Settings(raw)
+    text = dict(settings.part("text_config"))
+    backbone = settings.count("backbone_hidden_size")
     target.check_hidden_size(backbone)
     # All layers use the target's keys; parse them as layers with their own keys.
     text["num_kv_shared_layers"] = 0
     parsed = parse_config(text | {"tie_word_embeddings": True})
-    if own.vocab_size != parsed.vocab_size:
-        raise ValueError(
-            f"the assistant has a vocabulary of {parsed.vocab_size} tokens, the target "
-            f"{own.vocab_size}; take an assistant made for this target"
-        )
+    target.check_vocab_size(parsed.vocab_size)
     producers, key_layers = _find_producers(parsed, own)
     # Rows of a peek have no causal order, in any layer.
     config = dataclasses.replace(parsed, key_layers=key_layers, span_layers=())
@@ -139,13 +136,13 @@ def read_assistant(
             out_of=("post_projection.weight", (backbone, hidden)),
         )
     )
-    if raw.get("use_ordered_embeddings"):
-        clusters = raw["num_centroids"], raw["centroid_intermediate_top_k"]
+    if settings.flag("use_ordered_embeddings"):
+        clusters = _read_clusters(settings, config.vocab_size)
         name = "masked_embedding"
         shape = clusters[0], hidden
         params["centroids"] = files.read(f"{name}.centroids.weight", shape)
-        ordering = files.read_ids(f"{name}.token_ordering", config.vocab_size)
-        params["cluster_tokens"] = jnp.asarray(ordering)
+        sizes = config.vocab_size, config.vocab_size
+        params["cluster_tokens"] = files.read_ids(f"{name}.token_ordering", *sizes)
     params["target_embedding"] = target.params["embedding"]
     reader = AssistantModel(Decoder(config), producers, own.embedding_scale, clusters)
     return Assistant(
@@ -157,6 +154,18 @@ def read_assistant(
 
 
 _BESIDE = ("pre_projection.", "post_projection.", "masked_embedding.")
+
+
+def _read_clusters(settings: Settings, vocab_size: int) -> tuple[int, int]:
+    """Return the number of clusters, and how many have logits per row."""
+    count = settings.count("num_centroids")
+    most = settings.count("centroid_intermediate_top_k")
+    if vocab_size % count or most > count:
+        raise ValueError(
+            f"config.json: num_centroids {count} must divide the {vocab_size} tokens, "
+            f"and centroid_intermediate_top_k {most} must not exceed it"
+        )
+    return count, most
 
 
 def _find_producers(

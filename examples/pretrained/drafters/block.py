@@ -21,6 +21,7 @@ from ..attention import write_keys
 from ..config import DecoderConfig, parse_config
 from ..layers import multiply, norm
 from ..model import Decoder, find_logits, stack_turns
+from ..settings import Settings
 from ..tensors import layer_tensors
 from .draft_vocabulary import spread_logits
 from .sizes import Target
@@ -104,28 +105,33 @@ def read_block(
         ValueError: for an invalid checkpoint, or a drafter of another target.
     """
     own = target.model.config
-    settings = dict(raw)
+    settings = Settings(raw)
     for name in ("dflash_config", "dspark_config"):
-        settings |= raw.get(name) or {}
-    layer_config = dict(raw.get("transformer_layer_config") or raw)
-    layer_config.pop("architectures", None)
-    layer_config |= {"vocab_size": own.vocab_size, "tie_word_embeddings": False}
+        settings = Settings({**settings.raw, **settings.part(name, {})})
+    layer_config = target.find_own_layers(settings)
     if layer_config.get("model_type") not in ("llama", "qwen3"):
         layer_config["model_type"] = "qwen3"
     config = parse_config(layer_config)
     target.check_hidden_size(config.hidden_size)
-    is_speculators = "aux_hidden_state_layer_ids" in settings
+    is_speculators = bool(
+        {"speculators_model_type", "aux_hidden_state_layer_ids"} & settings.raw.keys()
+    )
     if is_speculators:
-        aux_layers = tuple(settings["aux_hidden_state_layer_ids"])
-        if any(config.windows) and not settings.get("sliding_window_non_causal"):
+        aux_layers = target.read_layers(settings, "aux_hidden_state_layer_ids")
+        if any(config.windows) and not settings.flag("sliding_window_non_causal"):
             raise ValueError(
                 "config.json: sliding_window_non_causal must be true, as rows of a "
                 "block attend to each other both ways in every layer"
             )
     else:
         # The listed layers' outputs are inputs of the next ones.
-        aux_layers = tuple(layer + 1 for layer in settings["target_layer_ids"])
-    target.check_layers(aux_layers)
+        aux_layers = target.read_layers(settings, "target_layer_ids", shift=1)
+    mask_token = settings.count("mask_token_id", least=0)
+    if mask_token >= own.vocab_size:
+        raise ValueError(
+            f"config.json: mask_token_id {mask_token} is outside the vocabulary of "
+            f"{own.vocab_size} tokens; take a drafter made for this target"
+        )
     files = Checkpoint(folder, target.params["embedding"].dtype)
     files.ignore("embed_tokens.weight", "verifier_norm.weight", "t2d")
     files.ignore("verifier_lm_head.weight")
@@ -148,9 +154,9 @@ def read_block(
         }
         for layer, run in enumerate(config.runs)
     ]
-    num_drafted = settings.get("draft_vocab_size") or own.vocab_size
+    num_drafted = settings.count("draft_vocab_size", own.vocab_size)
     if num_drafted != own.vocab_size:
-        params["draft_tokens"] = files.read_draft_tokens(num_drafted)
+        params["draft_tokens"] = files.read_draft_tokens(num_drafted, own.vocab_size)
         params["head"] = files.read("lm_head.weight", (num_drafted, hidden))
     else:
         files.ignore("lm_head.weight", "d2t")  # the target's
@@ -165,21 +171,23 @@ def read_block(
     # In DSpark's own format the newest token's row drafts, too; in speculators' a key
     # sets this.
     is_native = follow is not None and not is_speculators
-    from_newest = bool(settings.get("sample_from_anchor", is_native))
+    from_newest = settings.flag("sample_from_anchor", is_native)
+    # The block's first row is the newest token's.
+    size = settings.count("block_size", least=1 if from_newest else 2)
     return Block(
         reader=BlockRows(Decoder(config), own),
         write=BlockKeys(config),
         params=params,
         config=target.size_layers(config),
         aux_layers=aux_layers,
-        mask_token=int(settings["mask_token_id"]),
-        num_tokens=num_tokens or settings["block_size"] - (not from_newest),
+        mask_token=mask_token,
+        num_tokens=num_tokens or size - (not from_newest),
         from_newest=from_newest,
         follow=follow,
     )
 
 
-def _find_rank(settings: Mapping[str, Any], files: Checkpoint) -> int:
+def _find_rank(settings: Settings, files: Checkpoint) -> int:
     """Return the rank of a Markov head; 0 without one.
 
     Raises:
@@ -193,4 +201,4 @@ def _find_rank(settings: Mapping[str, Any], files: Checkpoint) -> int:
             f"config.json: markov_head_type must be 'vanilla', the kind of published "
             f"drafters, got {kind!r}"
         )
-    return int(settings["markov_rank"])
+    return settings.count("markov_rank")

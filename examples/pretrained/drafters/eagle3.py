@@ -19,12 +19,18 @@ from ..attention import attend
 from ..config import DecoderConfig, parse_config
 from ..layers import multiply, norm, perceptron, scale_to_unit
 from ..model import stack_turns
+from ..settings import Settings
 from ..tensors import layer_tensors
 from .draft_vocabulary import spread_logits
 from .sizes import Target
 from .tensors import Checkpoint
 
 NUM_TOKENS = 4
+
+# Parameters of a layer of Llama or Qwen 3.
+PARTS = {"attention_norm", "query", "key", "value", "output"}
+PARTS |= {"mlp_norm", "gate", "up", "down"}
+QK_NORMS = {"query_norm", "key_norm"}
 
 # Copies of the target's tensors, in some checkpoints.
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
@@ -105,30 +111,34 @@ def read_eagle3(
         ValueError: for an invalid checkpoint, or a drafter of another target.
     """
     own = target.model.config
-    layer_config = dict(raw.get("transformer_layer_config") or raw)
-    layer_config.pop("architectures", None)
-    layer_config |= {"vocab_size": own.vocab_size, "tie_word_embeddings": False}
-    config = parse_config(layer_config)
+    settings = Settings(raw)
+    config = parse_config(target.find_own_layers(settings))
     if config.num_layers != 1:
         raise ValueError(
-            f"config.json: an EAGLE-3 head of one layer is supported, got "
+            "config.json: num_hidden_layers of an EAGLE-3 head must be 1, got "
             f"{config.num_layers}"
         )
     config = dataclasses.replace(config, hides_first=True)
-    target.check_hidden_size(raw.get("target_hidden_size") or config.hidden_size)
-    settings = raw | dict(raw.get("eagle_config") or {})
-    aux_layers = settings.get("eagle_aux_hidden_state_layer_ids")
+    tensors = layer_tensors(config, config.runs[0])
+    if {name.removesuffix("_bias") for name in tensors} - QK_NORMS != PARTS:
+        raise ValueError(
+            f"config.json: an EAGLE-3 head with a layer of model_type "
+            f"{config.architecture!r} is not supported; supported are llama and qwen3"
+        )
+    target.check_hidden_size(settings.count("target_hidden_size", config.hidden_size))
+    settings = Settings({**raw, **settings.part("eagle_config", {})})
     count = own.num_layers
-    aux_layers = tuple(aux_layers or (2, count // 2, count - 3))
-    target.check_layers(aux_layers)
+    usual = 2, count // 2, count - 3
+    aux_layers = target.read_layers(settings, "eagle_aux_hidden_state_layer_ids", usual)
+    num_drafted = _find_num_tokens(settings)
     files = Checkpoint(folder, target.params["embedding"].dtype)
     files.ignore(*OF_TARGET)
     params = _read_weights(files, config, settings, target, len(aux_layers))
     files.finish()
     head = Eagle3Head(
         config=config,
-        norms_residual=bool(settings.get("norm_before_residual")),
-        returns_normed=bool(settings.get("norm_output")),
+        norms_residual=settings.flag("norm_before_residual"),
+        returns_normed=settings.flag("norm_output"),
         vocab_size=own.vocab_size,
     )
     return Eagle3(
@@ -137,20 +147,26 @@ def read_eagle3(
         params=params,
         config=target.size_layers(config),
         aux_layers=aux_layers,
-        num_tokens=num_tokens or _find_num_tokens(raw) or NUM_TOKENS,
+        num_tokens=num_tokens or num_drafted,
     )
 
 
-def _find_num_tokens(raw: Mapping[str, Any]) -> int | None:
-    """Return the draft tokens per step in speculators' config.json, or None."""
-    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
+def _find_num_tokens(settings: Settings) -> int:
+    """Return the draft tokens per step in speculators' config.json, or the default."""
+    methods = settings.part("speculators_config", {}).get("proposal_methods")
+    if methods is None:
+        return NUM_TOKENS
+    if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
+        raise ValueError(
+            f"config.json: proposal_methods must be a list of objects, got {methods!r}"
+        )
+    return Settings(methods[0]).count("speculative_tokens", NUM_TOKENS)
 
 
 def _read_weights(
     files: Checkpoint,
     config: DecoderConfig,
-    settings: Mapping[str, Any],
+    settings: Settings,
     target: Target,
     num_aux: int,
 ) -> dict[str, Any]:
@@ -169,22 +185,24 @@ def _read_weights(
     params: dict[str, Any] = {"layer": layer}
     params["final_norm"] = files.read("norm.weight", (hidden,))
     params["join"] = files.read("fc.weight", (hidden, num_aux * hidden))
-    if settings.get("norm_before_fc"):
+    if settings.flag("norm_before_fc"):
         norms = files.read("input_norm.weight", (num_aux * hidden,))
         params["aux_norm"] = norms
-    elif settings.get("fc_norm"):
+    elif settings.flag("fc_norm"):
         each = [files.read(f"fc_norm.{i}.weight", (hidden,)) for i in range(num_aux)]
         params["aux_norm"] = jnp.stack(each)
     params["embedding"] = target.params["embedding"]
     if "embed_tokens.weight" in files:
         shape = (config.vocab_size, hidden)
         params["embedding"] = files.read("embed_tokens.weight", shape)
-    num_tokens = settings.get("draft_vocab_size") or config.vocab_size
-    if "lm_head.weight" in files:
+    num_tokens = settings.count("draft_vocab_size", config.vocab_size)
+    is_drafted = num_tokens != config.vocab_size or "d2t" in files
+    if is_drafted:
+        vocabulary = num_tokens, config.vocab_size
+        params["draft_tokens"] = files.read_draft_tokens(*vocabulary)
+    if is_drafted or "lm_head.weight" in files:
         params["head"] = files.read("lm_head.weight", (num_tokens, hidden))
     else:
         own = target.model.config
         params["head"] = target.params["embedding" if own.tied else "head"]
-    if "d2t" in files:
-        params["draft_tokens"] = files.read_draft_tokens(num_tokens)
     return params

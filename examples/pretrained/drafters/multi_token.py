@@ -116,25 +116,13 @@ def _describe_layer(own: DecoderConfig) -> DecoderConfig:
     attending = [i for i, each in enumerate(own.layer_mixers) if each == (ATTENTION,)]
     if not attending:
         raise ValueError("the target has no attention layer, and no MTP layer is read")
-    last = attending[-1]
-
-    def pick(values: tuple[Any, ...], layer: int) -> tuple[Any, ...]:
-        return values[layer : layer + 1]
-
-    fields = {
-        name: pick(getattr(own, name), last)
-        for name in ("windows", "ropes", "layer_heads", "inner_sizes", "span_layers")
-    }
     # The MTP layer has experts if any layer has.
     return dataclasses.replace(
-        own,
-        num_layers=1,
-        mixers=(),
+        own.take_layer(attending[-1]),
         state=None,
         fed_layers=(),
         expert_layers=(True,) if own.experts else (),
         hides_first=True,
         scan_layers=False,
         loop_layers=False,
-        **fields,
     )

@@ -7,6 +7,7 @@ import jkv
 from ..caches import attention_fields
 from ..config import DecoderConfig
 from ..model import Decoder
+from ..settings import Settings
 
 
 class Target(NamedTuple):
@@ -43,6 +44,19 @@ class Target(NamedTuple):
             **fields,
         )
 
+    def check_vocab_size(self, size: int) -> None:
+        """Check the vocabulary of a drafter without a draft vocabulary.
+
+        Raises:
+            ValueError: if its size is not the target's.
+        """
+        own = self.model.config.vocab_size
+        if size != own:
+            raise ValueError(
+                f"the drafter has a vocabulary of {size} tokens (vocab_size), the "
+                f"target {own}; take a drafter made for this target"
+            )
+
     def check_hidden_size(self, size: int) -> None:
         """Check the width of the hidden states that a drafter reads.
 
@@ -56,15 +70,51 @@ class Target(NamedTuple):
                 f"{own}; take a drafter made for this target"
             )
 
-    def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Check the layers that a drafter reads the inputs of.
+    def read_layers(
+        self,
+        settings: Settings,
+        key: str,
+        default: tuple[int, ...] = (),
+        shift: int = 0,
+    ) -> tuple[int, ...]:
+        """Return the layers that a drafter reads the inputs of.
+
+        Args:
+            settings: the drafter's config.json.
+            key: its list of layers.
+            default: the layers of a file without this list.
+            shift: added to the file's numbers, 1 for layers that are listed by outputs.
 
         Raises:
-            ValueError: for a layer outside 0..L, where L is the target's final norm.
+            ValueError: for no list, or a layer outside 0..L, where L is the target's
+                final norm.
         """
-        count = self.model.config.num_layers
-        if not all(0 <= layer <= count for layer in layers):
+        listed, count = settings.ints(key), self.model.config.num_layers
+        if listed == [] or (listed is None and not default):
             raise ValueError(
-                f"the drafter reads the inputs of layers {layers}, the target has "
-                f"{count} layers; take a drafter made for this target"
+                f"config.json: {key!r} must list one or more layers of the target, got "
+                f"{listed}"
             )
+        layers = default if listed is None else tuple(n + shift for n in listed)
+        least = 0 if listed is None else shift
+        if not all(least <= layer <= count for layer in layers):
+            raise ValueError(
+                f"the drafter reads the inputs of layers {layers} ({key}), the target "
+                f"has {count} layers; take a drafter made for this target"
+            )
+        return layers
+
+    def find_own_layers(self, settings: Settings) -> dict[str, Any]:
+        """Return the config.json of a model of the drafter's own layers.
+
+        In speculators' format this is a part of the drafter's config.json.
+
+        Raises:
+            ValueError: if that part is missing.
+        """
+        is_nested = "speculators_model_type" in settings.raw
+        default = None if is_nested else settings.raw
+        given = dict(settings.part("transformer_layer_config", default))
+        given.pop("architectures", None)
+        vocab_size = self.model.config.vocab_size
+        return given | dict(vocab_size=vocab_size, tie_word_embeddings=False)

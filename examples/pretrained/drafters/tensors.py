@@ -33,11 +33,18 @@ class Checkpoint:
         self._read.add(name)
         return jnp.asarray(self._tensors.read(name, shape).astype(self.dtype))
 
-    def read_ids(self, name: str, size: int) -> np.ndarray:
-        """Return a tensor of token ids or offsets, i32[size].
+    def read_ids(self, name: str, size: int, vocab_size: int, first: Any = 0) -> Any:
+        """Return a tensor of token ids, i32[size].
+
+        Args:
+            name: name of the tensor.
+            size: number of ids.
+            vocab_size: number of tokens of the vocabulary.
+            first: ids that the tensor holds the distances from, [size].
 
         Raises:
-            ValueError: if it is missing or has another shape.
+            ValueError: if it is missing, or has another shape or ids outside the
+                vocabulary.
         """
         if name not in self:
             raise ValueError(f"the checkpoint lacks the tensor {name!r}")
@@ -48,16 +55,23 @@ class Checkpoint:
             raise ValueError(
                 f"tensor {name!r} has shape {found.shape}, but it must be ({size},)"
             )
-        return found.astype(np.int32)
+        ids = found.astype(np.int64) + first
+        if not np.all((ids >= 0) & (ids < vocab_size)):
+            raise ValueError(
+                f"tensor {name!r} gives ids from {ids.min()} to {ids.max()}, but the "
+                f"target's vocabulary has {vocab_size} tokens; take a drafter made for "
+                "this target"
+            )
+        return jnp.asarray(ids.astype(np.int32))
 
-    def read_draft_tokens(self, size: int) -> jnp.ndarray:
+    def read_draft_tokens(self, size: int, vocab_size: int) -> jnp.ndarray:
         """Return the target's ids of a draft vocabulary, i32[size].
 
         Raises:
-            ValueError: if "d2t" is missing or has another shape.
+            ValueError: as `read_ids`.
         """
         # "d2t" holds the distance of each draft id to the target's id.
-        return jnp.asarray(self.read_ids("d2t", size) + np.arange(size, dtype=np.int32))
+        return self.read_ids("d2t", size, vocab_size, np.arange(size))
 
     def read_all(
         self, names: Mapping[str, tuple[str, tuple[int, ...]]]

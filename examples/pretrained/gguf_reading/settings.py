@@ -91,7 +91,10 @@ def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
             if (more := _read_yarn_factor(file)) != 1.0:
                 found["attention_factor"] = more * (0.1 * math.log(factor) + 1.0)
     else:
-        raise ValueError(f"{file.paths[0]}: RoPE scaling {scaling!r} is not supported")
+        raise ValueError(
+            f"{file.paths[0]}: rope.scaling.type {scaling!r} is not supported; "
+            "supported are none, linear, yarn and longrope"
+        )
     given = {other: file.get(f"rope.scaling.{name}") for name, other in names.items()}
     return found | {name: value for name, value in given.items() if value is not None}
 

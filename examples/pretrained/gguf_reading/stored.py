@@ -72,6 +72,8 @@ def _map(file: GGUFile, name: str) -> tuple[np.ndarray, Any]:
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    if name not in file.tensors:
+        raise ValueError(f"{file.paths[0]} lacks the tensor {name}")
     path, shape, number, offset = file.tensors[name]
     kind = GGMLQuantizationType(number)
     block, size = GGML_QUANT_SIZES[kind]

@@ -125,17 +125,23 @@ def make_tokenizer(file: GGUFile) -> Tokenizer:
             "(tokenizer.ggml.pre), which is not supported; use the model's "
             "safetensors and tokenizer.json"
         )
-    if family == "gpt2":
-        tokenizer = _make_of_bytes(settings)
-    elif family == "llama" and file.architecture.startswith("gemma"):
-        tokenizer = _make_gemmas(settings)
-    elif family == "llama":
-        tokenizer = _make_of_pieces(settings)
-    else:
+    is_gemma = file.architecture.startswith("gemma")
+    makers = dict(
+        gpt2=_make_of_bytes, llama=_make_gemmas if is_gemma else _make_of_pieces
+    )
+    if family not in makers:
         raise ValueError(
-            f"{file.paths[0]} has a tokenizer of type {family!r}; supported are "
-            "'gpt2' (pieces of bytes) and 'llama' (SentencePiece)"
+            f"{file.paths[0]} has a tokenizer of type {family!r} "
+            "(tokenizer.ggml.model); supported are 'gpt2' (pieces of bytes) and "
+            "'llama' (SentencePiece)"
         )
+    try:
+        tokenizer = makers[family](settings)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"{file.paths[0]}: tokenizer.ggml.merges must be pairs of "
+            f"tokenizer.ggml.tokens with a space between them: {error}"
+        ) from error
     _add_tokens(tokenizer, settings)
     _add_beginning(tokenizer, settings)
     return tokenizer

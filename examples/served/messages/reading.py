@@ -265,7 +265,7 @@ def _read_choice(body: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "tool":
         known = {"type", "name", "disable_parallel_tool_use"}
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in kinds:
+    elif isinstance(kind, str) and kind in kinds:
         known = {"type", "disable_parallel_tool_use"}
         chosen = kinds[kind]
     else:

@@ -39,12 +39,22 @@ class Offered(NamedTuple):
     warnings: tuple[str, ...]  # for the client
     left: list[Any]  # tools of the body that are supported
 
-    def find(self, origin: Origin) -> str:
-        """Return the name of a tool's function; of an unknown tool, its own name."""
-        names = {
-            (each.name, each.namespace): name for name, each in self.origins.items()
-        }
-        return names.get((origin.name, origin.namespace), origin.name)
+    def find(self, name: Any, namespace: Any, param: str) -> Any:
+        """Return the name of a tool's function; of an unknown tool, its own name.
+
+        Args:
+            name, namespace: the client's names of the tool.
+            param: the field that has them, for the error.
+
+        Raises:
+            Refused: if the namespace is not a string.
+        """
+        if not isinstance(namespace, str | None):
+            raise Refused(f"{param}: a namespace must be a string", param)
+        for function, origin in self.origins.items():
+            if (origin.name, origin.namespace) == (name, namespace):
+                return function
+        return name
 
 
 def read_offered(body: Mapping[str, Any]) -> Offered:
@@ -104,9 +114,7 @@ def read_choice(given: Any, offered: Offered) -> Any:
             f"supported; use functions and custom tools",
             "tool_choice",
         )
-    name, namespace = given.get("name"), given.get("namespace")
-    if isinstance(name, str):
-        name = offered.find(Origin(name, namespace))
+    name = offered.find(given.get("name"), given.get("namespace"), "tool_choice")
     others = {k: v for k, v in given.items() if k not in ("type", "name", "namespace")}
     return {"type": "function", "function": {"name": name}, **others}
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..asking.fields import OF_CACHED_PROMPTS, SERVED_OF_CHATS, Refusal, refuse_unserved
 from ..mistakes import Refused
 from ..values import refuse_unknown
-from .offered import Offered, Origin, read_choice, read_offered
+from .offered import Offered, read_choice, read_offered
 
 _NOT_STORED = "is not supported: nothing is stored; send the whole input"
 
@@ -178,8 +178,7 @@ def _read_call(item: Mapping[str, Any], kind: str, offered: Offered) -> dict[str
         name = kind.removesuffix("_call")
         rest = {k: v for k, v in item.items() if k not in OF_A_CALL}
         arguments = json.dumps(rest)
-    if isinstance(name, str):
-        name = offered.find(Origin(name, item.get("namespace")))
+    name = offered.find(name, item.get("namespace"), "input")
     function = {"name": name, "arguments": arguments}
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
@@ -197,9 +196,24 @@ def _read_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_thoughts(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item."""
-    parts = [*(item.get("content") or []), *(item.get("summary") or [])]
-    return "".join(p.get("text") or "" for p in parts if isinstance(p, Mapping))
+    """Return the text of a reasoning item.
+
+    Raises:
+        Refused: for content or a summary that is no list of parts with a text.
+    """
+    texts = list[str]()
+    for name in ("content", "summary"):
+        parts = item.get(name) or []
+        for part in parts if isinstance(parts, list) else [parts]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if not isinstance(text, str | None) or text is part:
+                raise Refused(
+                    f"the {name} of a reasoning item must be a list of parts with a "
+                    "text",
+                    "input",
+                )
+            texts.append(text or "")
+    return "".join(texts)
 
 
 def _read_text(body: Mapping[str, Any]) -> dict[str, Any]:
