@@ -4,12 +4,10 @@
     python examples/serve_http.py --model model.gguf --drafter drafter
 
 The model writes the training text: prompts sampled from the beginning of a chat (Xu et
-al., "Magpie", 2024), then their completions, half of them greedy. The head is one layer
-over the hidden states of three layers of the model, with a draft vocabulary of the most
-frequent tokens. It learns the model's distribution over several draft tokens, each row
-on the head's own hidden states (Li et al., "EAGLE-3", 2025: training-time test); the
-losses of later draft tokens weigh less, as in SpecForge. The result is a checkpoint in
-the form of SGLang.
+al., "Magpie", 2024), then completions, half of them greedy. The head is one layer over
+hidden states of three layers, with a draft vocabulary of the most frequent tokens. It
+learns the distribution of several draft tokens from its own hidden states (Li et al.,
+"EAGLE-3", 2025), later ones with less weight, and is saved in SGLang's form.
 """
 
 import json
@@ -97,22 +95,14 @@ def run(options):
     model, target = pretrained.load(options.model, jnp.float32, loop_layers=loops)
     config, count = model.config, model.config.num_layers
     layers, given = [1, count // 2, count - 1], (model, target)
-    written = write_texts(*given, options.model, options.texts, options.length)
-    if len(written[0]) < LEAST_TEXTS:
-        raise ValueError(
-            f"{len(written[0])} of {options.texts} sampled prompts are different, and "
-            f"training needs {LEAST_TEXTS}; raise --texts"
-        )
+    sizes = options.model, options.texts, options.length, LEAST_TEXTS
+    written = write_texts(*given, *sizes)
     with tempfile.NamedTemporaryFile() as file:
         texts = read_texts(*given, *written, layers, file)
         likely = Counter(texts.best[texts.counted].tolist())
-        if not likely:
-            raise ValueError(
-                "all completions are empty: there is nothing to learn from"
-            )
         common = dict(likely.most_common(options.draft_vocabulary))
         covered = sum(common.values()) / likely.total()
-        print(f"{likely.total():,} tokens, {covered:.1%} of them of the drafts'")
+        print(f"{likely.total():,} tokens, {covered:.1%} in the draft vocabulary")
         tokens = np.sort(np.array([*common], np.int32))
         head = target["embedding" if config.tied else "head"]
         frozen = Frozen(target["embedding"], head[tokens], jnp.asarray(tokens))

@@ -29,6 +29,7 @@ def write_texts(
     folder: str,
     num_texts: int,
     num_new: int,
+    least: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generate sequences, i32[N, T], with the ends of prompt and sequence, i32[N, 2].
 
@@ -36,7 +37,7 @@ def write_texts(
     prompts of a chat are dropped, so that N may be below `num_texts`.
 
     Raises:
-        ValueError: for a model with neither, or without a prompt of its own.
+        ValueError: for a model with neither, or if N is below `least`.
     """
     tokenizer, begin = pretrained.load_tokenizer(folder), model.config.stop_tokens[:1]
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -55,9 +56,10 @@ def write_texts(
         prompts = [encode(pretrained.render_chat(folder, q)).ids for q in questions]
     else:
         prompts = [begin + each for each in prompts]
-    if not prompts:
+    if len(prompts) < least:
         raise ValueError(
-            f"{folder}: all {num_texts} sampled prompts are empty; sample more of them"
+            f"{folder}: {len(prompts)} of {num_texts} sampled prompts are different "
+            f"and not empty, and training needs {least}; sample more"
         )
     temperatures = 0.7 * (np.arange(len(prompts), dtype=np.float32) % 2)
     completions = _roll_out(model, params, prompts, num_new, temperatures)
@@ -80,6 +82,9 @@ def read_texts(
     """Compute the target's outputs for sequences of `write_texts`.
 
     Inputs of `layers` and the last hidden states are memory-mapped to `file`, f16.
+
+    Raises:
+        ValueError: if all completions are empty.
     """
     num, length = tokens.shape
     shape = num, length, len(layers) + 1, model.config.hidden_size
@@ -90,7 +95,10 @@ def read_texts(
         best[rows], hidden[rows] = _read_rows(model, params, tokens[rows], every)
     row = np.arange(length)
     trained = row < ends[:, 1:] - 1
-    return Texts(tokens, best, hidden, trained, trained & (row >= ends[:, :1] - 1))
+    counted = trained & (row >= ends[:, :1] - 1)
+    if not counted.any():
+        raise ValueError("all completions are empty: there is nothing to learn from")
+    return Texts(tokens, best, hidden, trained, counted)
 
 
 def _roll_out(

@@ -82,4 +82,4 @@ def test_texts_need_a_template_or_a_stop_token(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="chat template, or a stop token"):
-        write_texts(pretrained.Decoder(CONFIG), {}, str(tmp_path), 2, 4)
+        write_texts(pretrained.Decoder(CONFIG), {}, str(tmp_path), 2, 4, 1)
