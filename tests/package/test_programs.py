@@ -22,7 +22,7 @@ MOST = {
         "truncate": (560, 2),
         "reorder": (930, 6),
         "attend": (325, 1),
-        "generate": (3_360, 11),
+        "generate": (3_265, 9),
     },
     "prefix caching": {
         "append": (480, 1),
@@ -34,7 +34,7 @@ MOST = {
         "truncate": (885, 4),
         "reorder": (1_110, 7),
         "attend": (325, 1),
-        "generate": (5_900, 19),
+        "generate": (5_800, 17),
     },
 }
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.one_end
 MOST_PROMPT_TOKENS = 8192
 WINDOWS = {"one pool": [None], "three": [8, None, 32]}
 # Decode steps, the step sizes with prompts, and the verification step sizes.
-MOST_COPIES = 8
+MOST_COPIES = 6
 
 
 def make_config(windows, max_running):
@@ -74,7 +74,7 @@ def shape_beginning(engine):
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "grammar, lookup", "draft"])
 def test_an_engine_compiles_few_copies_of_the_model(kind):
-    """At most 8 in all its programs, for any prompt lengths."""
+    """One per step size and verification size, for any prompt lengths."""
     draft, options = None, {}
     if kind == "draft":
         draft = CountedModel([None])
@@ -98,13 +98,13 @@ def test_an_engine_compiles_few_copies_of_the_model(kind):
         sampling=sampling,
         num_steps=np.int32(1),
     )
-    rows = {64: 2, 128: 1, 256: 1, 512: 1}  # decode steps, or steps with prompt tokens
+    rows = {64: 1, 128: 1, 256: 1, 512: 1}  # decode steps, and steps with prompt tokens
     checked = model.num_traces - collections.Counter(rows)
     assert model.num_traces & collections.Counter(rows) == rows
     assert (not checked) == ("speculate" not in options) and checked.total() <= 2
     assert model.num_traces.total() <= MOST_COPIES
     if draft is not None:
-        assert 1 <= draft.num_traces.total() <= MOST_COPIES
+        assert 1 <= draft.num_traces.total() <= MOST_COPIES + 2
 
 
 def test_compiling_the_first_state_folds_no_constants():

@@ -315,7 +315,8 @@ class GenerationConfig:
       chunk_size: rows of a step that computes prompts, without `row_counts`. Use a
         small one if prefix cache hits leave few tokens.
       row_counts: allowed rows of a step, ascending, the last at least W. A step takes
-        the smallest sufficient one; each compiles a program. None is W and the larger
+        the smallest sufficient one; each compiles a copy of the model. W rows are for
+        steps with one row per sequence, unless W is the last. None is W and the larger
         of W and `chunk_size`, which is B * P at most.
       exact: True or (W, R): tokens and log-probabilities are bit-identical in any batch
         (test a model of your own with `jkv.check_exact`). Every call of the model has W

@@ -150,13 +150,12 @@ def _compute_rows(
     """Compute `counts` rows of each place, i32[W], in the smallest sufficient step."""
     places, num_places = state.places, counts.shape[0]
     sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
-    size, may_decode = choose_size(work, sizes), num_places in sizes
-    may_decode &= runner.exact is None
+    may_decode = num_places in sizes and runner.exact is None
     # With at most one row per sequence, row i belongs to place i; a place without one
     # has a row of padding.
     is_decoding = jnp.asarray(may_decode) & jnp.all(counts <= 1)
     if may_decode:
-        is_decoding &= size == sizes.index(num_places)
+        is_decoding &= choose_size(work, sizes) == sizes.index(num_places)
     rows = jnp.where(is_decoding, 1, counts)
     seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
     located = locate_rows(rows, active.done, sizes[-1])
@@ -189,12 +188,14 @@ def _compute_rows(
 
         return compute
 
-    # `decode` covers one row per place.
-    covered = 1 if may_decode and num_places == 1 else None
-    others = [(i, num_rows) for i, num_rows in enumerate(sizes) if num_rows != covered]
+    # `decode` serves steps of one row per place. Other steps with as few rows take the
+    # next size: they are rare, and each size is a copy of the model.
+    others = sizes
+    if may_decode and num_places in (1, *sizes[:-1]):
+        others = tuple(num_rows for num_rows in sizes if num_rows != num_places)
 
     def compute_one(carry: Carry, size: jax.Array, *leaves: jax.Array) -> Carry:
-        for i, num_rows in others:
+        for i, num_rows in enumerate(others):
             num_rows = num_rows if runner.exact is None else tokens.shape[0]
             compute = program(num_rows, decodes=False)
             if len(others) == 1:
@@ -209,6 +210,7 @@ def _compute_rows(
         decode = program(num_places, decodes=True)
         carry = when(is_decoding & has_work, decode, carry, *leaves)
     if others:
+        size = choose_size(work, others)
         carry = when(~is_decoding & has_work, compute_one, carry, size, *leaves)
     cache, logits, hidden = carry
     cache, batch = commit(cache, batch), batch.first_requests(num_places)
