@@ -36,20 +36,14 @@ NAMES = (*fixtures.CASES, "pydoc")
 
 
 # `make test` runs one checkpoint per kind of layer.
-FIRST_NAMES = {"llama2", "llama_dynamic", "qwen2", "phi3", "gemma2", "gemma3", "gemma4"}
-FIRST_NAMES |= {
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-    "smollm3",
-    "qwen3_next",
-    "mamba2",
+IN_MAKE_TEST = {
+    *("llama2", "llama_dynamic", "qwen2", "phi3", "gemma2", "gemma3", "gemma4"),
+    *("qwen3_moe", "gpt_oss", "deepseek_v3", "smollm3", "qwen3_next", "mamba2"),
+    *("falcon_h1", "lfm2_moe", "zaya", "pydoc"),
 }
-FIRST_NAMES |= {"falcon_h1", "lfm2", "zaya", "pydoc"}
-NEWEST_NAMES = "gemma3", "lfm2"
 CHECKPOINTS = few(
-    with_further(NAMES, *(name for name in NAMES if name not in FIRST_NAMES)),
-    *NEWEST_NAMES,
+    with_further(NAMES, *(name for name in NAMES if name not in IN_MAKE_TEST)),
+    *("gemma3", "lfm2_moe"),
 )
 
 # Tokens of each prompt of the tiny checkpoints by call. If frequencies depend on the

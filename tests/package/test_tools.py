@@ -39,9 +39,13 @@ def test_every_test_is_in_one_suite_of_the_oldest_jax() -> None:
             holders = [each for each in holders if each == name]
         assert len(holders) - len(further) == 1, (file, holders)
         # Its further cases are in a suite that `.ci/run` names.
-        if re.search(r"[*.]further\b", path.read_text()):
+        text = path.read_text()
+        if re.search(r"\b(with_)?further\b", text):
             assert len(further) == 1, (file, holders)
             assert f" {further[0]} " in CI.read_text().replace('"', " ")
+        if "newest_further" in text:
+            assert is_given(file, tasks.SUITES["newest-further"].arguments), file
+            assert " newest-further " in CI.read_text()
 
 
 def is_given(file: str, arguments: tuple[str, ...]) -> bool:

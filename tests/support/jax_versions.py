@@ -54,10 +54,21 @@ def few(cases, *chosen):
 
 
 def dealt(cases, turn=0, share=2):
-    """Return this JAX's cases: the newest runs one of `share`, the oldest the rest."""
+    """Return this JAX's cases: the newest runs one of `share`, the oldest the rest.
+
+    Further cases of the newest are in its own suite of further tests.
+    """
     places = range(len(cases := list(cases)))
     is_newest = [(place - turn) % share == 1 for place in places]
-    return [cases[i] for i in places if ALL_CASES or is_newest[i] == IS_NEWEST]
+    own = [cases[i] for i in places if ALL_CASES or is_newest[i] == IS_NEWEST]
+    return [*map(_defer, own)] if IS_NEWEST else own
+
+
+def _defer(case):
+    """Return a case, and a further one as `newest_further`."""
+    if not any(mark.name == "further" for mark in getattr(case, "marks", ())):
+        return case
+    return pytest.param(*case.values, marks=pytest.mark.newest_further, id=case.id)
 
 
 def further(cases):

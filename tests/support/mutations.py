@@ -1261,7 +1261,7 @@ def played(mutation: Mutation) -> Iterator[None]:
 
 
 def judge(likely: list[str], tests: list[str], patience: float) -> dict[str, Any]:
-    """Run the likely tests, then the others; return the first failure, if any."""
+    """Run all likely tests, then others of `make test`; return the first failure."""
     if likely:
         found = run_tests(likely, patience, all_cases=True)
         if found["caught_by"] is not None:
