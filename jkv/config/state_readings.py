@@ -8,6 +8,7 @@ arrays, so that each can be sharded by its heads.
 from collections.abc import Mapping
 from typing import Any
 
+from jkv.config.counts import read_count
 from jkv.config.layers import Array, LayerState
 
 # Dtype of accumulated states, for any dtype of the model.
@@ -188,9 +189,5 @@ def _counts(model: Mapping[str, Any], **usual: int) -> tuple[int, ...]:
 def _count(model: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a size, a positive int, or its default in transformers."""
     value = default if model.get(key) is None else model[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{key} must be a positive int, got {value!r}; give num_layers, the number "
-            f"of attention layers, to ignore states"
-        )
-    return value
+    field = "num_layers, the number of attention layers, to ignore states"
+    return read_count(key, value, field)
