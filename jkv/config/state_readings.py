@@ -53,11 +53,14 @@ def _read_mamba2(
 def read_bamba(model: Mapping[str, Any]) -> LayerState:
     """Return the state of Bamba, and of Granite 4, which uses the same keys."""
     heads, expand = _counts(model, mamba_n_heads=128, mamba_expand=2)
-    inner = model.get("mamba_d_ssm") or expand * _count(model, "hidden_size")
-    dim = model.get("mamba_d_head", "auto")
+    if model.get("mamba_d_head") in (None, "auto"):
+        inner = expand * _count(model, "hidden_size")
+        dim = _count(model, "mamba_d_ssm", inner) // heads
+    else:
+        dim = _count(model, "mamba_d_head")
     return _read_mamba2(
         heads,
-        inner // heads if dim == "auto" else dim,
+        dim,
         *_counts(model, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4),
     )
 
