@@ -45,7 +45,7 @@ DENOISES = "it denoises blocks of tokens: run examples/diffusion.py"
 REFUSED = {"diffusion_gemma": DENOISES, "llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
-# Lists of more layers are not made for a damaged file.
+# Limits the lists that a damaged file makes us allocate.
 MOST_LAYERS = 10_000
 
 

@@ -60,10 +60,10 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
 def read_gemma4(settings: Settings) -> dict[str, Any]:
     """Read layers of two shapes, shared keys, and per-layer embeddings."""
     bidirectional = settings.get("use_bidirectional_attention")
-    if bidirectional not in (None, "vision"):
+    if bidirectional is not False and bidirectional not in (None, "vision"):
         raise ValueError(
-            "config.json: use_bidirectional_attention must be null or 'vision', got "
-            f"{bidirectional!r}: other bidirectional attention is not supported"
+            "config.json: use_bidirectional_attention must be null, false or 'vision', "
+            f"got {bidirectional!r}: other bidirectional attention is not supported"
         )
     num_layers = settings.count("num_hidden_layers")
     windowed = list_windowed(settings, num_layers)

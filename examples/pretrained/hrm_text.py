@@ -124,10 +124,8 @@ def load(folder: str | Path) -> tuple[HrmText, dict[str, Any]]:
         epsilon=settings.number("rms_norm_eps"),
     )
     wide, inner = model.hidden_size, settings.count("intermediate_size")
-    heads, tokens = (
-        model.num_heads * model.head_dim,
-        (settings.count("vocab_size"), wide),
-    )
+    heads = model.num_heads * model.head_dim
+    tokens = settings.count("vocab_size"), wide
     shapes = {
         "qkv": (4 * heads, wide),
         "output": (wide, heads),

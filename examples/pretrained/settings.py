@@ -52,7 +52,7 @@ class Settings:
         return key if key in self.raw else self.aliases.get(key, key)
 
     def first(self, *keys: str) -> str:
-        """Return the first of several keys that is not null, or else is in the file."""
+        """Return the first key with a value; without one, the first key in the file."""
         stored = [key for key in keys if self.name(key) in self.raw]
         given = [key for key in keys if self.get(key) is not None]
         return (given or stored or keys)[0]

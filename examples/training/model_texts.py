@@ -33,8 +33,9 @@ def write_texts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generate sequences, i32[N, T], with the ends of prompt and sequence, i32[N, 2].
 
-    Without a chat template, prompts are sampled after a stop token. Equal and empty
-    prompts of a chat are dropped, so that N may be below `num_texts`.
+    Prompts are sampled after the tokens that the chat template writes before a user's
+    message; without any, after a stop token. Equal and empty prompts of a chat are
+    dropped, so that N may be below `num_texts`.
 
     Raises:
         ValueError: for a model with neither, or if N is below `least`.
@@ -42,11 +43,12 @@ def write_texts(
     tokenizer, begin = pretrained.load_tokenizer(folder), model.config.stop_tokens[:1]
     encode = partial(tokenizer.encode, add_special_tokens=False)
     if chats := pretrained.has_chat_template(folder):
-        begin = encode(pretrained.render_chat(folder, MARK).partition(MARK)[0]).ids
+        opening = pretrained.render_chat(folder, MARK).partition(MARK)[0]
+        begin = encode(opening).ids or begin
     if not begin:
         raise ValueError(
-            f"{folder} must have a chat template, or a stop token to sample prompts "
-            "after (eos_token_id in config.json)"
+            f"{folder} must have a chat template with text before a user's message, or "
+            "a stop token (eos_token_id in config.json), to sample prompts after"
         )
     begin = list(begin)
     prompts = _roll_out(model, params, [begin] * num_texts, PROMPT_TOKENS, 0.8)
@@ -59,7 +61,7 @@ def write_texts(
     if len(prompts) < least:
         raise ValueError(
             f"{folder}: {len(prompts)} of {num_texts} sampled prompts are different "
-            f"and not empty, and training needs {least}; sample more"
+            f"and not empty, and training needs {least}; raise num_texts (--texts)"
         )
     temperatures = 0.7 * (np.arange(len(prompts), dtype=np.float32) % 2)
     completions = _roll_out(model, params, prompts, num_new, temperatures)

@@ -46,6 +46,13 @@ def checked_count(name: str, value: Any) -> int:
     return int(value)
 
 
+def read_count(name: str, value: Any, field: str) -> int:
+    """Return a positive int of a config.json; the error names `field` as a way out."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive int, got {value!r}; give {field}")
+    return value
+
+
 def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
     """Return the size of a pool, or raise ValueError."""
     num_blocks = checked_count("num_blocks", num_blocks)

@@ -144,9 +144,8 @@ def describe_model(file: GGUFile) -> dict[str, Any]:
     window = file.get("attention.sliding_window") or None
     if kind == "olmo2" and window:
         raise ValueError(
-            f"{path} has sliding windows, as Olmo 3; of the architecture 'olmo2' "
-            "only full attention is supported in GGUF files; use the model's "
-            "safetensors"
+            f"{path}: olmo2.attention.sliding_window is {window}, as of Olmo 3, which "
+            "is not supported in GGUF files; use the model's safetensors"
         )
     heads, hidden = file.need("attention.head_count"), file.need("embedding_length")
     kv_heads = file.get("attention.head_count_kv", heads)

@@ -35,6 +35,9 @@ def _list_of(words: str, allows: Callable[[Any], bool]) -> Kind:
 SIZE = Kind("an int of 1 or more", lambda value: _is_int(value) and value >= 1)
 COUNT = Kind("an int of 0 or more", lambda value: _is_int(value) and value >= 0)
 NUMBER = Kind("a number", _is_number)
+FROM_ZERO = Kind(
+    "a number of 0 or more", lambda value: _is_number(value) and value >= 0
+)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
@@ -100,12 +103,12 @@ OF_ARCHITECTURES = {
     "rope.freq_base": POSITIVE,
     "rope.freq_base_swa": POSITIVE,
     "rope.scaling.type": TEXT,
-    "rope.scaling.factor": NUMBER,
+    "rope.scaling.factor": FROM_ZERO,
     "rope.scaling.attn_factor": NUMBER,
     "rope.scaling.yarn_attn_factor": NUMBER,
     "rope.scaling.yarn_beta_fast": NUMBER,
     "rope.scaling.yarn_beta_slow": NUMBER,
-    "rope.scale_linear": NUMBER,
+    "rope.scale_linear": FROM_ZERO,
     "rope.scaling.original_context_length": COUNT,
     "expert_count": COUNT,
     "expert_used_count": COUNT,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jkv.config import layer_kinds
-from jkv.config.counts import count_windows
+from jkv.config.counts import count_windows, read_count
 from jkv.config.families import find_family, find_text_part
 from jkv.config.gguf_file import describe_model, find_file, read_file
 from jkv.config.layers import Heads, Kept
@@ -64,10 +64,14 @@ LISTS_OF_LAYERS = ("attn_type_list", "layer_types", "layers_block_type")
 
 MIXED_HEADS = ("global_head_dim", "num_global_key_value_heads", "block_configs")
 
-# Keys of lists of layers and of nested settings.
+# Keys of lists of layers, of a number of layers and of nested settings.
 TYPES = {
+    **dict.fromkeys(LISTS_OF_LAYERS, list),
     "attn_layer_indices": list,
+    "full_attn_idxs": list,
+    "hybrid_layer_pattern": list,
     "linear_attn_config": dict,
+    "max_window_layers": int,
     "no_rope_layers": list,
 }
 
@@ -155,7 +159,9 @@ def _sizes(
         )
     for name, kind in TYPES.items():
         if not isinstance(model.get(name), kind | None):
-            raise ValueError(f"{name} must be a {kind.__name__}, got {model[name]!r}")
+            raise ValueError(
+                f"{name} must be of type {kind.__name__}, got {model[name]!r}"
+            )
     totals = [*(model.get(name) for name in NUM_LAYERS), given.get("num_layers")]
     total = next((number for number in totals if isinstance(number, int)), 0)
     kinds = layer_kinds.name_layers(model, total)
@@ -315,13 +321,8 @@ def _context(model: dict[str, Any], notes: list[str]) -> int:
 def _read_count(model: dict[str, Any], names: tuple[str, ...], field: str) -> int:
     """Return the first key that is set, which must be a positive int."""
     for name in names:
-        value = model.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{name} must be a positive int, got {value!r}; give {field}"
-                )
-            return value
+        if model.get(name) is not None:
+            return read_count(name, model[name], field)
     raise ValueError(f"it has none of {', '.join(names)}; give {field}")
 
 

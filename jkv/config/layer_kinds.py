@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jkv.config.counts import read_count
 from jkv.config.families import (
     BOTH,
     BOTH_WINDOWED,
@@ -111,11 +112,14 @@ def list_windows(
     num_layers: int,  # number of attention layers, the first ones of the model
 ) -> tuple[int | None, ...]:
     """Return the window of each attention layer, None for full attention."""
-    length = model.get("sliding_window") or model.get("attention_chunk_size")
-    if find_family(model).counts_past and model.get("sliding_window_size"):
-        length = model["sliding_window_size"] + 1
-    is_length = isinstance(length, int) and length > 0  # -1 is off
-    if not is_length or is_switched_off(model):
+    if is_switched_off(model):
+        return (None,) * num_layers
+    length = _read_window(model, "sliding_window")
+    length = length or _read_window(model, "attention_chunk_size")
+    if find_family(model).counts_past:
+        past = _read_window(model, "sliding_window_size")
+        length = past + 1 if past else length
+    if length is None:
         return (None,) * num_layers
     if kinds is None:
         first = model.get("max_window_layers") or 0
@@ -215,10 +219,15 @@ def _read_entry(layer: str | int, entry: Any) -> tuple[int, dict[str, int]]:
 
 
 def _read_count(model: Mapping[str, Any], name: str) -> int:
-    value = model[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive int, got {value!r}")
-    return value
+    return read_count(name, model[name], "num_kv_heads and head_dim")
+
+
+def _read_window(model: Mapping[str, Any], name: str) -> int | None:
+    """Return the length of a window, or None if it is off: null, false, 0 or -1."""
+    length = model.get(name)
+    if length in (None, False, -1):
+        return None
+    return read_count(name, length, "null, 0 or -1 in config.json for full attention")
 
 
 def _read_kind(

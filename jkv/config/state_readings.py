@@ -8,6 +8,7 @@ arrays, so that each can be sharded by its heads.
 from collections.abc import Mapping
 from typing import Any
 
+from jkv.config.counts import read_count
 from jkv.config.layers import Array, LayerState
 
 # Dtype of accumulated states, for any dtype of the model.
@@ -52,11 +53,14 @@ def _read_mamba2(
 def read_bamba(model: Mapping[str, Any]) -> LayerState:
     """Return the state of Bamba, and of Granite 4, which uses the same keys."""
     heads, expand = _counts(model, mamba_n_heads=128, mamba_expand=2)
-    inner = model.get("mamba_d_ssm") or expand * _count(model, "hidden_size")
-    dim = model.get("mamba_d_head", "auto")
+    if model.get("mamba_d_head") in (None, "auto"):
+        inner = expand * _count(model, "hidden_size")
+        dim = _count(model, "mamba_d_ssm", inner) // heads
+    else:
+        dim = _count(model, "mamba_d_head")
     return _read_mamba2(
         heads,
-        inner // heads if dim == "auto" else dim,
+        dim,
         *_counts(model, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4),
     )
 
@@ -188,9 +192,5 @@ def _counts(model: Mapping[str, Any], **usual: int) -> tuple[int, ...]:
 def _count(model: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a size, a positive int, or its default in transformers."""
     value = default if model.get(key) is None else model[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{key} must be a positive int, got {value!r}; give num_layers, the number "
-            f"of attention layers, to ignore states"
-        )
-    return value
+    field = "num_layers, the number of attention layers, to ignore states"
+    return read_count(key, value, field)

@@ -38,12 +38,15 @@ def test_damaged_models(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_cache_of_damaged_models(name, monkeypatch):
-    """The reader of the cache's sizes raises ValueError at most."""
+    """The reader of the cache's sizes raises ValueError, or keeps no wrong type."""
     path = FIXTURES / "checkpoints" / name / "config.json"
-    for _, _, damaged in list_damaged(json.loads(path.read_text()), ("?", -1, [1])):
-        monkeypatch.setattr(huggingface, "_read_json", lambda _, raw=damaged: raw)
+    raw = json.loads(path.read_text())
+    for key, damage, damaged in list_damaged(raw, ("?", -1, [1])):
+        monkeypatch.setattr(huggingface, "_read_json", lambda _, given=damaged: given)
         with contextlib.suppress(ValueError):
-            huggingface.read_sizes(path, {}, with_states=True)
+            sizes = huggingface.read_sizes(path, {}, with_states=True)
+            kept = repr(sizes._replace(notes=[]))
+            assert "'?'" not in kept and "[1]" not in kept, (key, damage)
 
 
 HRM_TEXT = dict(

@@ -189,7 +189,7 @@ class TestRefused:
         path = tmp_path / "a.gguf"
         writing.write(path, raw | dict(sliding_window=8), tensors)
         for read in (pretrained.load, lambda path: make_plan(path, "1GB")):
-            with pytest.raises(ValueError, match="windows, as Olmo 3.*safetensors"):
+            with pytest.raises(ValueError, match="olmo2.*window is 8.*safetensors"):
                 read(path)
         vocabulary = writing.VOCABULARY | dict(pre="tekken")
         writing.write(path, raw, tensors, vocabulary=vocabulary)
@@ -260,7 +260,8 @@ class TestRefused:
             ("qwen3.rope.freq_base", float("nan"), "a number above 0"),
             ("qwen3.attention.layer_norm_rms_epsilon", "small", "a number above 0"),
             ("qwen3.rope.dimension_count", 0, "an int of 1 or more"),
-            ("qwen3.rope.scale_linear", "2", "a number"),
+            ("qwen3.rope.scale_linear", "2", "a number of 0 or more"),
+            ("qwen3.rope.scaling.factor", -2.0, "a number of 0 or more"),
             ("qwen3.attention.sliding_window_pattern", 0, "an int of 1 or more"),
             ("qwen3.attention.sliding_window_pattern", [1, 0], "a list with true or"),
             ("tokenizer.ggml.fim_pad_token_id", "<pad>", "an int of 0 or more"),
@@ -296,6 +297,15 @@ class TestRefused:
         monkeypatch.setattr(gguf_file._Reader, "read_head", read_wrongly)
         with pytest.raises(ValueError, match=f"a.gguf: {key} .*{words}"):
             read_file(path)
+
+    def test_ernie_without_a_router(self, tmp_path):
+        raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "ernie4_5_moe")
+        dense = {
+            name: each for name, each in tensors.items() if "mlp.gate." not in name
+        }
+        path = writing.write(tmp_path / "a.gguf", raw, dense)
+        with pytest.raises(ValueError, match=r"blk\.N\.ffn_gate_inp\.weight"):
+            pretrained.load(path)
 
     def test_deeply_nested_arrays(self, tmp_path):
         def number(value, size):

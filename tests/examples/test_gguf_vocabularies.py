@@ -192,8 +192,20 @@ def test_empty_tokens_are_reported_and_duplicates_refused():
 
 @pytest.mark.parametrize("merges", [["ab"], ["a c"], ["a !"]])
 def test_merges_that_are_no_pairs_of_tokens_are_refused(merges):
-    with pytest.raises(ValueError, match=r"model\.gguf: tokenizer\.ggml\.merges must"):
+    words = rf"model\.gguf: tokenizer\.ggml\.merges must.*got '{merges[0]}'"
+    with pytest.raises(ValueError, match=words):
         make_tokenizer(make_file(merges=merges))
+
+
+def test_merges_of_sentencepiece():
+    """They replace those of the vocabulary; Gemma's are always of the vocabulary."""
+    for merges, expected in ((["▁ a"], ["<s>", "▁a"]), ([], ["<s>", "▁", "a"])):
+        file = make_pieces()
+        file.metadata["tokenizer.ggml.merges"] = merges
+        assert make_tokenizer(file).encode("a").tokens == expected
+    file = make_pieces(architecture="gemma3")
+    file.metadata["tokenizer.ggml.merges"] = ["no pair"]
+    assert make_tokenizer(file).encode("a").tokens == ["<s>", "a"]
 
 
 def test_longrope_needs_its_factors():

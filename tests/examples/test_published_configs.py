@@ -339,10 +339,22 @@ def test_gemma_4_has_experts_beside_its_mlp():
     assert config.values_of_keys == ((False,) * 5 + (True,)) * 5
 
 
+def test_gemma_4_without_bidirectional_attention():
+    """Gemma 3's form, false, equals null."""
+    found = [
+        pretrained.parse_config(
+            GEMMA_4_26B["text_config"] | dict(use_bidirectional_attention=given)
+        ).span_layers
+        for given in (None, False, "vision")
+    ]
+    assert not any(found[0]) and found[0] == found[1] and any(found[2])
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(use_bidirectional_attention="all"), "bidirectional"),
+        (dict(use_bidirectional_attention="all"), "'vision', got 'all'"),
+        (dict(use_bidirectional_attention=True), "'vision', got True"),
         (dict(num_kv_shared_layers=32), "leaves a kind of layer_types without"),
         (dict(per_layer_config={"3": dict(sliding_window=4)}), "of single layers"),
         (

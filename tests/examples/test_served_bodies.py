@@ -146,13 +146,16 @@ def test_a_wrong_value_in_a_batch_fails_its_line_only(path):
     [
         (
             dict(input=[dict(type="reasoning", summary=5)]),
-            "the summary of a reasoning item must be a list",
+            "the summary of a reasoning item must be a list of objects, got 5",
         ),
         (
             dict(input=[dict(type="reasoning", content=[dict(text=5)])]),
-            "the content of a reasoning item must be a list of parts with a text",
+            "the text in the content of a reasoning item must be a string, got 5",
         ),
-        (dict(tool_choice=dict(type="function", namespace=[])), "tool_choice: a name"),
+        (
+            dict(tool_choice=dict(type="function", namespace=[])),
+            r"tool_choice: a namespace must be a string, got \[\]",
+        ),
     ],
 )
 def test_wrong_parts_of_a_response_are_named(served, changes, message):

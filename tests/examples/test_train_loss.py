@@ -9,6 +9,7 @@ import numpy as np
 import pretrained
 import pytest
 import tokenizers
+from training import model_texts
 from training.eagle3_head import Frozen, Texts, find_loss, init_head, save_head
 from training.model_texts import write_texts
 
@@ -77,9 +78,41 @@ def test_a_target_without_rope_in_its_first_layer(tmp_path):
         assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == theta
 
 
-def test_texts_need_a_template_or_a_stop_token(tmp_path):
-    """Prompts are sampled after one of them."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+@pytest.mark.parametrize(
+    "template, begin",
+    [
+        (None, None),
+        ("{{ messages[0].content }} a", None),
+        ("a {{ messages[0].content }}", [0]),
+    ],
+)
+def test_prompts_begin_with_a_template_or_a_stop_token(
+    tmp_path, monkeypatch, template, begin
+):
+    """A template that begins with the user's message has no text to begin with."""
+    model = tokenizers.models.WordLevel(dict(a=0, unknown=1), "unknown")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="chat template, or a stop token"):
-        write_texts(pretrained.Decoder(CONFIG), {}, str(tmp_path), 2, 4, 1)
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    begun = []
+
+    def roll_out(*given):
+        begun.extend(prompts := given[2])
+        return [[0]] * len(prompts)
+
+    monkeypatch.setattr(model_texts, "_roll_out", roll_out)
+
+    def write(stop_tokens, least=1):
+        config = dataclasses.replace(CONFIG, stop_tokens=stop_tokens)
+        model = pretrained.Decoder(config)
+        return write_texts(model, {}, str(tmp_path), 2, 4, least)
+
+    if begin is None:
+        with pytest.raises(ValueError, match=r"template with text.*, or a stop token"):
+            write(())
+    write((7, 8))
+    assert begun[:2] == [begin or [7]] * 2
+    with pytest.raises(ValueError, match=r"of 2 .* needs 3; raise num_texts \(--text"):
+        write((7,), least=3)

@@ -56,7 +56,8 @@ def make_config(file: GGUFile) -> dict[str, Any]:
 def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
     """Return the settings of RoPE scaling, or None.
 
-    A factor without a type, or under the older key, means linear scaling.
+    A factor without a type, or under the older key, means linear scaling. A factor of 0
+    means 1, as in llama.cpp.
     """
     scaling = file.get("rope.scaling.type", "linear")
     older = file.get("rope.scale_linear", 0.0)
@@ -186,6 +187,11 @@ def _read_ernie(file: GGUFile) -> dict[str, Any]:
 
 def _read_ernie_moe(file: GGUFile) -> dict[str, Any]:
     layers = range(file.need("block_count"))
+    routed = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in file.tensors]
+    if not routed:
+        raise ValueError(
+            f"{file.paths[0]} lacks the tensor blk.N.ffn_gate_inp.weight in all layers"
+        )
     return _read_ernie(file) | dict(
         moe_num_experts=file.need("expert_count"),
         moe_k=file.need("expert_used_count"),
@@ -193,9 +199,7 @@ def _read_ernie_moe(file: GGUFile) -> dict[str, Any]:
         moe_num_shared_experts=file.get("expert_shared_count", 0),
         moe_layer_interval=file.get("interleave_moe_layer_step", 1),
         moe_layer_start_index=file.get("leading_dense_block_count", 0),
-        moe_layer_end_index=max(
-            i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in file.tensors
-        ),
+        moe_layer_end_index=routed[-1],
     )
 
 

@@ -135,13 +135,10 @@ def make_tokenizer(file: GGUFile) -> Tokenizer:
             "(tokenizer.ggml.model); supported are 'gpt2' (pieces of bytes) and "
             "'llama' (SentencePiece)"
         )
-    try:
-        tokenizer = makers[family](settings)
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"{file.paths[0]}: tokenizer.ggml.merges must be pairs of "
-            f"tokenizer.ggml.tokens with a space between them: {error}"
-        ) from error
+    make = makers[family]
+    if make is not _make_gemmas:  # which ignores merges
+        settings["merges"] = _split_merges(file, settings)
+    tokenizer = make(settings)
     _add_tokens(tokenizer, settings)
     _add_beginning(tokenizer, settings)
     return tokenizer
@@ -248,10 +245,28 @@ def _check_different(file: GGUFile, tokens: list[str]) -> None:
             )
 
 
+def _split_merges(
+    file: GGUFile, settings: Mapping[str, Any]
+) -> list[tuple[str, str]] | None:
+    """Return pairs of tokens whose join is a token, or None if the file has none."""
+    if settings.get("merges") is None:
+        return None
+    known, pairs = {*settings["tokens"]}, []
+    for merge in settings["merges"]:
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= known:
+            raise ValueError(
+                f"{file.paths[0]}: tokenizer.ggml.merges must be two of "
+                "tokenizer.ggml.tokens, with a space between them, that together are "
+                f"a third one, got {merge!r}"
+            )
+        pairs.append((left, right))
+    return pairs
+
+
 def _make_of_bytes(settings: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(settings["tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in settings["merges"]]
-    pre = settings.get("pre")
+    merges, pre = settings["merges"], settings.get("pre")
     model = models.BPE(vocabulary, merges, ignore_merges=pre in AS_LLAMA3)
     tokenizer = Tokenizer(model)
     splits = _DEFAULT_SPLITS if pre in (DEFAULT, None) else (SPLITS.get(pre),)
@@ -270,13 +285,9 @@ def _make_of_bytes(settings: Mapping[str, Any]) -> Tokenizer:
 
 
 def _make_of_pieces(settings: Mapping[str, Any]) -> Tokenizer:
-    tokens, scores = settings["tokens"], settings["scores"]
-    merges = settings.get("merges")
-    merges = (
-        _find_merges(tokens, scores)
-        if merges is None
-        else [tuple(merge.split(" ", 1)) for merge in merges]
-    )
+    tokens, merges = settings["tokens"], settings["merges"]
+    if merges is None:
+        merges = _find_merges(tokens, settings["scores"])
     has_prefix = bool(settings.get("add_space_prefix", True))
     tokenizer = Tokenizer(_make_pieces(settings, tokens, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(

@@ -50,7 +50,9 @@ class Offered(NamedTuple):
             Refused: if the namespace is not a string.
         """
         if not isinstance(namespace, str | None):
-            raise Refused(f"{param}: a namespace must be a string", param)
+            raise Refused(
+                f"{param}: a namespace must be a string, got {namespace!r:.60}", param
+            )
         for function, origin in self.origins.items():
             if (origin.name, origin.namespace) == (name, namespace):
                 return function

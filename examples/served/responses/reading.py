@@ -205,11 +205,17 @@ def _read_thoughts(item: Mapping[str, Any]) -> str:
     for name in ("content", "summary"):
         parts = item.get(name) or []
         for part in parts if isinstance(parts, list) else [parts]:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str | None) or text is part:
+            if not isinstance(part, Mapping):
                 raise Refused(
-                    f"the {name} of a reasoning item must be a list of parts with a "
-                    "text",
+                    f"the {name} of a reasoning item must be a list of objects, got "
+                    f"{part!r:.60}",
+                    "input",
+                )
+            text = part.get("text")
+            if not isinstance(text, str | None):
+                raise Refused(
+                    f"the text in the {name} of a reasoning item must be a string, got "
+                    f"{text!r:.60}",
                     "input",
                 )
             texts.append(text or "")
