@@ -126,7 +126,9 @@ SUITES = {
         NEWEST, "tests", "README.md", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
     ),
     "further": tests(
-        OLDEST, *but(*OF_PROGRAMS, *OF_KERNELS, SCHEMAS), flags=WITHOUT_MLIR
+        OLDEST,
+        *but(*OF_PROGRAMS, *OF_KERNELS, SCHEMAS, "tests/verbs"),
+        flags=WITHOUT_MLIR,
     )._replace(variables=ALONE),
     "newest-further": tests(
         NEWEST, "tests", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
@@ -134,6 +136,7 @@ SUITES = {
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
     "modules": tests(OLDEST, EVERY_MODULE, CODE_OBJECTS),
     "newest-modules": tests(NEWEST, EVERY_MODULE, CODE_OBJECTS),
+    "further-verbs": of_folder("verbs")._replace(variables=ALONE),
     "further-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR)._replace(
         variables=ALONE
     ),
@@ -183,7 +186,10 @@ SUITES = {
     ),
 }
 # Too slow for every run.
-FURTHER = ("further", "further-programs", "further-devices", "newest-further")
+FURTHER = (
+    *("further", "further-verbs", "further-programs", "further-devices"),
+    "newest-further",
+)
 EXTRAS = (
     "newest-devices",
     "machine-code",
