@@ -66,6 +66,7 @@ def broken_machine(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.further
 def test_each_fault_is_reported_with_its_fix(broken_machine, capsys):
     """The command finishes in time, with a report, and leaves no process."""
     assert main(["--first-light"]) == 1

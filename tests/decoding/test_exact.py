@@ -90,6 +90,7 @@ def test_steps_without_exact_differ_in_bits(known):
     assert (np.asarray(usual.logprobs) != np.asarray(known.logprobs)[ORDER]).any()
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_hits_and_recomputation_are_bit_identical(known):
     warm, _ = run(make_prompts(), range(6))

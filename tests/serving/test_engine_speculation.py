@@ -111,6 +111,7 @@ def test_prompt_lookup_preserves_completions():
     assert drafted > 5 * accepted > 0 and preemptions > 0
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("free_blocks", [24, 6])
 def test_draft_models_preserve_completions(free_blocks):
     """Greedy, in pools for both sequences or little more than one."""

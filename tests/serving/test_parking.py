@@ -1,7 +1,6 @@
 """Parked sequences: their blocks stay, are copied to the host, and are restored."""
 
 import pytest
-from support.jax_versions import with_further
 from support.models.small_attention_model import attention_model, attention_params
 from support.models.versioned_model import make_cache, make_engine, read_ages, weights
 from support.states.folding_model import KINDS, MODELS, continue_prompt, make_config
@@ -240,14 +239,11 @@ def draft_of(kind):
     )
 
 
-USUAL = ("keys+state", False)
 LAYERS = [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)]
 
 
-@pytest.mark.parametrize(
-    "kind, is_drafted",
-    with_further(LAYERS, *(case for case in LAYERS if case != USUAL)),
-)
+@pytest.mark.further
+@pytest.mark.parametrize("kind, is_drafted", LAYERS)
 def test_all_kinds_of_layers_with_and_without_drafts(kind, is_drafted):
     """One turn from the device, one from the host, one with its blocks lost."""
     clock = Clock()

@@ -23,7 +23,7 @@ pytestmark = [
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 DTYPES = {"few blocks": ("int8", "int4"), "three": ("int8", "int4")}
 
-PLAIN = [("roomy", "donated"), *further([("few blocks", "jitted")])]
+PLAIN = further([("roomy", "donated"), ("few blocks", "jitted")])
 WINDOWS = further([("window", "jitted"), ("window and sinks", "donated")])
 GROUPS = further(
     [("full and window", "donated"), ("two full", "jitted"), ("three", "eager")]
