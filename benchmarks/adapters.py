@@ -3,7 +3,7 @@
     .venv-under-lalamo/bin/python benchmarks/adapters.py [--quick]
 
 Run it in the environment of each library (`tools/environments.py`). It measures the
-library that is installed: a random decoder of 100 to 130 million parameters in float32,
+library that is installed: a random decoder of 128 to 153 million parameters in float32,
 8 prompts of 32 tokens, 64 new tokens, greedy. The library generates by its own compiled
 loop, jkv by `jkv.jitted.generate` through the adapter in `examples/under`. Contenders
 alternate in one process. What the first calls of each take above later ones, tracing
@@ -11,6 +11,7 @@ and compiling, is reported apart. One-time costs of the process are paid before.
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -23,12 +24,13 @@ from typing import Any, NamedTuple
 # A cached program would not be compiled.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ["KERAS_BACKEND"] = "jax"
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path += [str(pathlib.Path(__file__).parents[1] / n) for n in ("examples", "tests")]
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 import jkv
 
@@ -37,7 +39,7 @@ jax.devices()
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "adapters.json"
 PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 8, 32, 64
-CONTEXT = PROMPT_LENGTH + NEW_TOKENS + 8  # multiple of 8, with a library's own tokens
+CONTEXT = PROMPT_LENGTH + NEW_TOKENS + 8  # gemma's cache must not be full
 Loop = Callable[[Sequence[Sequence[int]]], np.ndarray]
 
 
@@ -60,6 +62,7 @@ class Contest(NamedTuple):
     own: Loop  # tokens i32[PROMPTS, NEW_TOKENS]
     model: jkv.Model
     params: Any
+    mesh: jax.sharding.Mesh | None = None  # of the weights
 
 
 class Numbers:
@@ -84,11 +87,6 @@ class Numbers:
     def eos_id(self) -> int:
         """Return an id that is never sampled."""
         return -1
-
-
-def as_texts(prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the prompts as texts for `Numbers`."""
-    return [" ".join(map(str, prompt)) for prompt in prompts]
 
 
 def under_keras_hub(sizes: Sizes) -> Contest:
@@ -190,57 +188,16 @@ def under_lalamo(sizes: Sizes) -> Contest:
         LanguageModelConfig,
     )
     from lalamo.module import ForwardPassMode, Keychain
-    from lalamo.modules.activations import SiLU
-    from lalamo.modules.decoder import DecoderConfig, DecoderForwardPassConfig
-    from lalamo.modules.embedding import EmbeddingForwardPassConfig, TiedEmbeddingConfig
-    from lalamo.modules.linear import LinearConfig
-    from lalamo.modules.mlp import DenseMLPConfig
-    from lalamo.modules.normalization import NormalizationConfig, UpcastMode
-    from lalamo.modules.rope import UnscaledRoPEConfig
-    from lalamo.modules.token_mixers.attention import AttentionConfig
-    from lalamo.modules.transformer import TransformerConfig
-    from lalamo.modules.transformer_layer import TransformerLayerConfig
     from lalamo.utils.sharding import ShardingConfig
+    from support.models.lalamo_models import FLOAT32, OPTIONS, make_config
     from under.lalamo import paged
 
-    norm = NormalizationConfig(1e-6, None, UpcastMode.FULL_LAYER, False)
-    attention = AttentionConfig(
-        LinearConfig(),
-        LinearConfig(),
-        norm,
-        norm,
-        num_heads=sizes.heads,
-        num_groups=sizes.kv_heads,
-        head_dim=sizes.dim,
-        is_causal=True,
-        scale=None,
-        sliding_window_size=None,
-        logit_soft_cap=None,
-        has_sinks=False,
-        has_qkvg_biases=False,
-        has_out_biases=False,
-    )
-    layer = TransformerLayerConfig(
-        pre_mixer_norm_config=norm,
-        mixer_config=attention,
-        post_mixer_norm_config=None,
-        pre_mlp_norm_config=norm,
-        mlp_config=DenseMLPConfig(LinearConfig(), SiLU(), False, False, None, None),
-        post_mlp_norm_config=None,
-        rope_config=UnscaledRoPEConfig(
-            base=1e4, max_sequence_length=CONTEXT, head_dim=sizes.dim
-        ),
-    )
-    transformer = TransformerConfig(
-        (layer,) * sizes.layers, norm, sizes.width, sizes.inner
-    )
-    config = DecoderConfig(
-        TiedEmbeddingConfig(None, None), transformer, sizes.vocabulary
-    )
+    fields = sizes._asdict()
+    windows = (None,) * fields.pop("layers")
+    config = make_config(windows, **fields, context=CONTEXT)
     sharding = ShardingConfig.replicated()
     fresh = RandomInitializer(jnp.float32, sharding, key=jax.random.key(0))
     decoder = config.init(fresh)
-    float32 = EmbeddingForwardPassConfig(activation_dtype=jnp.float32)
     greedy = GenerationConfig(temperature=0.0)
     model_config = LanguageModelConfig(
         token_codec_config=None, decoder_config=config, generation_config=greedy
@@ -252,21 +209,22 @@ def under_lalamo(sizes: Sizes) -> Contest:
         decoder=decoder,
     )
     keychain = Keychain.init(0, sharding_config=sharding)
-    whole = DecoderForwardPassConfig(embedding_forward_pass_config=float32)
-    single = DecoderForwardPassConfig.for_inference(ForwardPassMode.SINGLE_TOKEN)
-    single = type(single)(**vars(single) | dict(embedding_forward_pass_config=float32))
+    single = type(OPTIONS).for_inference(ForwardPassMode.SINGLE_TOKEN)
+    single = dataclasses.replace(single, embedding_forward_pass_config=FLOAT32)
 
     def own(prompts: Sequence[Sequence[int]]) -> np.ndarray:
         found = language_model.generate_tokens(
             jnp.asarray(prompts, jnp.int32),
             max_output_length=NEW_TOKENS,
-            prefill_forward_pass_config=whole,
+            prefill_forward_pass_config=OPTIONS,
             decode_forward_pass_config=single,
             keychain=keychain,
         )
         return np.asarray(found.token_ids)
 
-    return Contest("lalamo", own, *paged(decoder, forward_pass_config=whole))
+    model, params = paged(decoder, forward_pass_config=OPTIONS)
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    return Contest("lalamo", own, model, params, mesh)
 
 
 def under_tunix(sizes: Sizes) -> Contest:
@@ -290,11 +248,12 @@ def under_tunix(sizes: Sizes) -> Contest:
     )
     module = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
     cached = sizes.layers, sizes.kv_heads, sizes.dim
-    sampler = Sampler(module, Numbers(), CacheConfig(CONTEXT, *cached))
+    tokenizer = Numbers()
+    sampler = Sampler(module, tokenizer, CacheConfig(CONTEXT, *cached))
 
     def own(prompts: Sequence[Sequence[int]]) -> np.ndarray:
         found = sampler(
-            input_strings=as_texts(prompts),
+            input_strings=[tokenizer.decode(prompt) for prompt in prompts],
             max_generation_steps=NEW_TOKENS,
             max_prompt_length=PROMPT_LENGTH,
             temperature=0.0,
@@ -343,7 +302,7 @@ def under_easydel(sizes: Sizes) -> Contest:
             found = causal_lm.generate(jnp.asarray(prompts, jnp.int32), greedy)
         return np.asarray(found.sequences)[:, PROMPT_LENGTH:]
 
-    return Contest("easydel", own, *paged(causal_lm))
+    return Contest("easydel", own, *paged(causal_lm), mesh=config.mesh)
 
 
 CONTESTS = {
@@ -364,13 +323,12 @@ def generate_by_jkv(contest: Contest, sizes: Sizes) -> Loop:
         num_blocks=PROMPTS * -(-CONTEXT // 16),
         block_size=16,
         max_sequences=PROMPTS,
-        max_context_length=CONTEXT // 8 * 8,
+        max_context_length=CONTEXT,
         dtype="float32",
     )
     # A cache elsewhere moves to the mesh of the weights in the first call, and the
     # second call compiles again.
-    sharding = jax.tree.leaves(contest.params)[0].sharding
-    cache = jkv.init(config, mesh=getattr(sharding, "mesh", None))
+    cache = jkv.init(config, mesh=contest.mesh)
 
     def run(prompts: Sequence[Sequence[int]]) -> np.ndarray:
         nonlocal cache
@@ -382,7 +340,7 @@ def generate_by_jkv(contest: Contest, sizes: Sizes) -> Loop:
     return run
 
 
-def measure_first(loop: Loop, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def measure_compiling(loop: Loop, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the seconds of two calls above those of the next two, CPU and wall."""
     seconds = []
     for _ in range(4):
@@ -406,8 +364,9 @@ def run(quick: bool) -> dict[str, Any]:
     sizes = Sizes(layers=2, width=64, inner=128, heads=4, kv_heads=2, dim=16)
     sizes = sizes if quick else Sizes()
     contest = CONTESTS[name](sizes)
-    # Some libraries cache compiled programs in the user's folder.
+    # EasyDeL caches compiled programs in the user's folder.
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     rng = np.random.default_rng(0)
     shape = PROMPTS, PROMPT_LENGTH
     prompts = rng.integers(2, sizes.vocabulary, shape).tolist()
@@ -416,7 +375,7 @@ def run(quick: bool) -> dict[str, Any]:
     firsts = {}
     for label, loop in loops.items():
         harness.progress(f"first calls: {label}")
-        firsts[label] = measure_first(loop, prompts)
+        firsts[label] = measure_compiling(loop, prompts)
     tokens = [first.pop("tokens") for first in firsts.values()]
     cases = [
         harness.Case(name=label, prepare=lambda: prompts, run=loop)

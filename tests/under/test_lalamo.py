@@ -4,16 +4,6 @@ import jax
 import jax.numpy as jnp
 from lalamo.initializer import RandomInitializer
 from lalamo.module import Keychain
-from lalamo.modules.activations import SiLU
-from lalamo.modules.decoder import DecoderConfig, DecoderForwardPassConfig
-from lalamo.modules.embedding import EmbeddingForwardPassConfig, TiedEmbeddingConfig
-from lalamo.modules.linear import LinearConfig
-from lalamo.modules.mlp import DenseMLPConfig
-from lalamo.modules.normalization import NormalizationConfig, UpcastMode
-from lalamo.modules.rope import UnscaledRoPEConfig
-from lalamo.modules.token_mixers.attention import AttentionConfig
-from lalamo.modules.transformer import TransformerConfig
-from lalamo.modules.transformer_layer import TransformerLayerConfig
 from lalamo.utils.sharding import ShardingConfig
 from support.models.adapted_models import (
     DIM,
@@ -27,50 +17,19 @@ from support.models.adapted_models import (
     continue_by,
     shake,
 )
+from support.models.lalamo_models import OPTIONS, make_config
 from under import lalamo as adapter
 
 CONTEXT = 32
-NORM = NormalizationConfig(1e-6, None, UpcastMode.FULL_LAYER, False)
-
-
-def layer(window):
-    attention = AttentionConfig(
-        LinearConfig(),
-        LinearConfig(),
-        NORM,
-        NORM,
-        num_heads=HEADS,
-        num_groups=KV_HEADS,
-        head_dim=DIM,
-        is_causal=True,
-        scale=None,
-        sliding_window_size=window,
-        logit_soft_cap=None,
-        has_sinks=False,
-        has_qkvg_biases=False,
-        has_out_biases=False,
-    )
-    rope = UnscaledRoPEConfig(base=1e4, max_sequence_length=64, head_dim=DIM)
-    return TransformerLayerConfig(
-        pre_mixer_norm_config=NORM,
-        mixer_config=attention,
-        post_mixer_norm_config=None,
-        pre_mlp_norm_config=NORM,
-        mlp_config=DenseMLPConfig(LinearConfig(), SiLU(), False, False, None, None),
-        post_mlp_norm_config=None,
-        rope_config=rope,
-    )
+SIZES = dict(heads=HEADS, kv_heads=KV_HEADS, dim=DIM, width=WIDTH, inner=48)
 
 
 def test_generation_equals_the_librarys():
     sharding = ShardingConfig.replicated()
-    transformer = TransformerConfig((layer(WINDOW), layer(None)), NORM, WIDTH, 48)
-    config = DecoderConfig(TiedEmbeddingConfig(None, None), transformer, VOCABULARY)
+    config = make_config((WINDOW, None), **SIZES, vocabulary=VOCABULARY, context=64)
     key = jax.random.key(0)
     fresh = RandomInitializer(jnp.float32, sharding, key=key)
     decoder = shake(config.init(fresh), 0.3)
-    embedding = EmbeddingForwardPassConfig(activation_dtype=jnp.float32)
-    options = DecoderForwardPassConfig(embedding_forward_pass_config=embedding)
     keychain = Keychain.init(0, sharding_config=sharding)
 
     def step(state, tokens, start):
@@ -81,11 +40,11 @@ def test_generation_equals_the_librarys():
             start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None],
             state=state,
             return_updated_state=True,
-            forward_pass_config=options,
+            forward_pass_config=OPTIONS,
             keychain=keychain,
         )
         return found.updated_state, found.logits[0, -1]
 
-    paged = adapter.paged(decoder, forward_pass_config=options)
+    paged = adapter.paged(decoder, forward_pass_config=OPTIONS)
     assert_serves(*paged, continue_by(step))
     assert_short("lalamo")
