@@ -430,10 +430,12 @@ class _OverDevices(NamedTuple):
         """Run the function, on a mesh with Explicit axes or None."""
         sharding = self.sharding
         own = frozenset[str]() if sharding is None else sharding.open_axes
-        axes = frozenset[str]() if mesh is None else explicit_axes(mesh) - own
+        typed = frozenset[str]() if mesh is None else explicit_axes(mesh)
+        axes = typed - own
         if not axes:
             return self(operands)
-        return on_auto_axes(self, mesh, axes, self._specs_of(operands, axes))(operands)
+        specs = self._specs_of(operands, own & typed, axes)
+        return on_auto_axes(self, mesh, axes, specs)(operands)
 
     def __call__(self, operands: Any) -> Any:
         """Run the function on each device, or with replicated pools."""
@@ -470,8 +472,13 @@ class _OverDevices(NamedTuple):
             sharding, axes, mesh, self.function, self.kind, self.result, self.static
         )(operands)
 
-    def _specs_of(self, operands: Any, axes: frozenset[str]) -> Specs:
-        """Return the PartitionSpecs of the results over their own and other axes."""
+    def _specs_of(
+        self, operands: Any, own_axes: frozenset[str], axes: frozenset[str]
+    ) -> Specs:
+        """Return the PartitionSpecs of the results over their own and other axes.
+
+        Both are Explicit axes: no type has Auto ones.
+        """
         names = [
             field.name
             for field in dataclasses.fields(self.kind)
@@ -480,7 +487,7 @@ class _OverDevices(NamedTuple):
         sharding = self.sharding
         own = find_spec(self.result, None, None)
         if sharding is not None:
-            own = sharding.spec(self.result, sharding.open_axes)
+            own = sharding.spec(self.result, own_axes)
         if not names:
             return Specs.of(own)
         # Attention returns [R, H, Dv] and [R, H].

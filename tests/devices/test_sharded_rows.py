@@ -71,7 +71,9 @@ def call_alone(step):
     return jax.jit(call_attention)(jkv.init(CONFIG), rows, counts)[1]
 
 
-EXPLICIT, AUTOMATIC = AxisType.Explicit, AxisType.Auto
+# Types of the axes dp and tp.
+EXPLICIT, AUTOMATIC = (AxisType.Explicit,) * 2, (AxisType.Auto,) * 2
+EXPLICIT_ROWS = AxisType.Explicit, AxisType.Auto
 CASES = [
     *further([(EXPLICIT, "nowhere", "long", "whole")]),
     (EXPLICIT, "nowhere", "mixed", "heads"),
@@ -81,13 +83,17 @@ CASES = [
     (EXPLICIT, "heads", "tokens", "dims"),
     (AUTOMATIC, "nowhere", "tokens", "rows"),
     (AUTOMATIC, "mesh", "mixed", "heads"),
+    (EXPLICIT_ROWS, "heads", "mixed", "rows"),
+    *further([(EXPLICIT_ROWS, "mesh", "long", "heads")]),
+    *further([(EXPLICIT_ROWS[::-1], "heads", "tokens", "rows")]),
 ]
 
 
-@pytest.mark.parametrize("axis_type, where, step, spec", dealt(CASES, turn=1, share=3))
-def test_rows_with_any_sharding(axis_type, where, step, spec):
+@pytest.mark.parametrize("axis_types, where, step, spec", dealt(CASES, turn=1, share=3))
+def test_rows_with_any_sharding(axis_types, where, step, spec):
     """Rows on Explicit axes need not match the cache's sharding."""
-    mesh = TWO_AXES._replace(axis_type=axis_type).mesh
+    devices, names = TWO_AXES.mesh.devices, TWO_AXES.mesh.axis_names
+    mesh = jax.sharding.Mesh(devices, names, axis_types)
     at = {"nowhere": {}, "mesh": dict(mesh=mesh), "heads": dict(mesh=mesh, heads="tp")}
     cache, counts = jkv.init(CONFIG, **at[where]), np.asarray(STEPS[step], np.int32)
     rows = [
@@ -100,10 +106,16 @@ def test_rows_with_any_sharding(axis_type, where, step, spec):
     if where != "nowhere":
         pool, old = (each.storage[0].key_pool for each in (after, cache))
         assert pool.sharding.is_equivalent_to(old.sharding, pool.ndim)
-    if axis_type == EXPLICIT:
-        parts = found[0].sharding.spec
-        assert parts[0] == ("dp" if spec == "rows" else None)
-        assert parts[1] == ("tp" if "heads" in (spec, where) else None)
+    typed = {
+        name
+        for name, kind in zip(names, axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    if typed:
+        parts = jax.typeof(found[0]).sharding.spec
+        is_divided = spec == "rows", "heads" in (spec, where)
+        assert parts[0] == ("dp" if is_divided[0] and "dp" in typed else None)
+        assert parts[1] == ("tp" if is_divided[1] and "tp" in typed else None)
 
 
 PLACES = {
