@@ -9,9 +9,10 @@ jitted programs, and `request` the data of a request, its results, and the threa
 wait for them.
 """
 
+import functools
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -35,6 +36,7 @@ from jkv.serving.device.processes import FindParams, SharedLoop
 from jkv.serving.device.programs import find_sizes
 from jkv.serving.request.limits import (
     RequestRefused,
+    Salts,
     StopSizes,
     as_token_ids,
     check_request,
@@ -48,6 +50,8 @@ from jkv.serving.request.request import (
     RequestStatus,
 )
 from jkv.serving.request.results import (
+    AsyncCancellingIterator,
+    CancellingIterator,
     Completion,
     Event,
     StepRunner,
@@ -212,6 +216,11 @@ class Engine:
             raise UsageError(f"kept_programs must be KeptPrograms, got {kept_programs}")
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
+        if detokenize is not None and not callable(detokenize):
+            raise UsageError(
+                f"detokenize must be a function of a list of token ids, such as a "
+                f"tokenizer's decode, got {detokenize!r:.60}"
+            )
         most_tokens = cache.max_context_length
         check_counts(max_samples=max_samples)
         sizes = find_sizes(
@@ -296,7 +305,7 @@ class Engine:
             to retry.
           EngineError: if the engine has failed permanently.
         """
-        return self._take_in(None, Request.of(tokens, fields))
+        return self._take_in(None, Request.of(tokens, fields)).request_id
 
     @lists_arguments
     def generate(
@@ -304,7 +313,7 @@ class Engine:
         prompts: IntegerRows,
         *,
         limits: Integers | None = None,
-        salts: Integers = 0,
+        salts: Salts = 0,
         **fields: Unpack[RequestFields],
     ) -> list[Completion]:
         """Generate completions of a batch of prompts and wait for all of them.
@@ -312,7 +321,7 @@ class Engine:
         Args:
           prompts: i32[B, P], padded with -1, or a list of token ids for each.
           limits: i32[B], largest number of new tokens of each.
-          salts: i32[B] or int, cache salts.
+          salts: cache salts, one int or str for all prompts, or one for each.
           fields: fields of `Request`, shared by all prompts: `n` is `num_samples` of
             `jkv.generate`; each field of `sampling` has one value or B * n, and one
             seed is spread over the sequences.
@@ -322,7 +331,8 @@ class Engine:
           A prompt that cannot be admitted has its finish reason and no tokens.
 
         Raises:
-          RequestRefused: if a request exceeds the engine's sizes.
+          RequestRefused: for invalid prompts, and if a request exceeds the engine's
+            sizes.
           EngineError: if a request failed.
         """
         if fields.get("max_new_tokens") is None:
@@ -353,9 +363,7 @@ class Engine:
             state = self._scheduler.find(request_id)
         except KeyError:
             return False
-        went_on = self._scheduler.cancel(state)
-        self._runner.notify()
-        return went_on
+        return self._cancel(state)
 
     # Parked sequences.
 
@@ -415,9 +423,8 @@ class Engine:
             sequence = np.concatenate([parked.tokens, more])
             if "salt" in fields:
                 raise UsageError("salt is inherited from the parked sequence; omit it")
-            fields["salt"] = parked.salt
             fields["spans"] = parked.continue_spans(fields.get("spans"), len(more))
-            return self._take_in(parked, Request.of(sequence, fields))
+            return self._take_in(parked, Request.of(sequence, fields)).request_id
         except BaseException:
             self._scheduler.parking.put_back(parked)
             raise
@@ -465,7 +472,7 @@ class Engine:
         with self._runner.lock:
             return state.status
 
-    def events(self, request_id: int) -> Iterator[Event]:
+    def events(self, request_id: int) -> Generator[Event, None, None]:
         """Yield the events of a request until all of its sequences have finished.
 
         Closing the iterator early cancels the request. A slow consumer misses no event
@@ -475,9 +482,10 @@ class Engine:
           EngineError: at the end, if the request failed.
         """
         state = self._scheduler.find(request_id)
-        return read_events(self._runner, state, self._scheduler.cancel)
+        cancel = functools.partial(self._cancel, state)
+        return CancellingIterator(read_events(self._runner, state, cancel), cancel)
 
-    def stream(self, request_id: int) -> Iterator[int]:
+    def stream(self, request_id: int) -> Generator[int, None, None]:
         """Yield the tokens of a request with n=1; otherwise as `events`.
 
         Raises:
@@ -489,12 +497,15 @@ class Engine:
                 f"events(), where Event.sample is the index of the sequence"
             )
         events = self.events(request_id)
-        return (token for event in events for token in event.tokens)
+        tokens = (token for event in events for token in event.tokens)
+        return CancellingIterator(tokens, events.close)
 
     def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
         """Return the async form of `events`; starts the engine's thread."""
         state = self._scheduler.find(request_id)
-        return await_events(self._runner, state, self._scheduler.cancel)
+        cancel = functools.partial(self._cancel, state)
+        events = await_events(self._runner, state, cancel)
+        return AsyncCancellingIterator(events, cancel)
 
     @lists_arguments
     async def astream(
@@ -546,7 +557,9 @@ class Engine:
     ) -> int:
         """Compile all programs before the first request.
 
-        The first `update_params(recompute=True)` compiles one more small program.
+        The first `update_params(recompute=True)` compiles one more small program, the
+        first parked sequence a few, and copies of recurrent states compile for each
+        number of them.
 
         Args:
           progress: called with the name of each program, the number compiled so far and
@@ -675,7 +688,8 @@ class Engine:
             self._runner.run_step()
         if self._shared is not None:
             self._runner.exclusively(self._shared.dismiss)
-        self._runner.exclusively(self._scheduler.offloading.leave)
+        if not self.has_failed:  # a failed engine has no blocks left to read
+            self._runner.exclusively(self._scheduler.offloading.leave)
 
     def __enter__(self) -> "Engine":
         self.start()
@@ -696,17 +710,25 @@ class Engine:
                 "on the others"
             )
 
-    def _take_in(self, parked: Parked | None, request: Request) -> int:
+    def _take_in(self, parked: Parked | None, request: Request) -> RequestState:
         """Submit a prompt, as the continuation of a parked sequence if given."""
         self._check_leads()
         try:
-            checked = check_request(self._limits, request, self._scheduler.salt_numbers)
+            numbers = self._scheduler.salt_numbers
+            inherited = None if parked is None else parked.salt
+            checked = check_request(self._limits, request, numbers, inherited)
         except RequestRefused:
             self._scheduler.count_refused()
             raise
-        request_id = self._scheduler.add(checked, parked)
+        state = self._scheduler.add(checked, parked)
         self._runner.notify()
-        return request_id
+        return state
+
+    def _cancel(self, state: RequestState) -> bool:
+        """Cancel a request, and wake the thread; return True if it was unfinished."""
+        went_on = self._scheduler.cancel(state)
+        self._runner.notify()
+        return went_on
 
     def _wait(self, state: RequestState) -> None:
         """Wait until a request has finished; raise EngineError if it failed."""
@@ -718,7 +740,7 @@ class Engine:
         while True:
             self._runner.wait_for(lambda: self._scheduler.has_room)
             try:
-                return self._scheduler.find(self.submit(request))
+                return self._take_in(None, request)
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise

@@ -84,21 +84,22 @@ def note_snapshots(
     the metadata and the ids to write, i32[P], out of range for no write.
     """
     known: Any = snapshots_of(metadata)
-    lengths, last_used, theirs = map(
-        np.array, (known.lengths, known.last_used, known.salts)
+    lengths, last_used, theirs, theirs_pending = map(
+        np.array, (known.lengths, known.last_used, known.salts, known.num_pending)
     )
     none = len(lengths)
     own = np.full(len(sequences), none, np.int32)  # ids of snapshots already stored
     for number, (sequence, salt) in enumerate(zip(sequences, salts, strict=True)):
         alike = np.flatnonzero((lengths == len(sequence)) & (theirs == salt))
         for snapshot_id in alike.tolist():
-            if np.array_equal(known.tokens[snapshot_id][: len(sequence)], sequence):
+            stored = np.asarray(known.tokens[snapshot_id])[: len(sequence)]
+            if np.array_equal(stored, sequence):
                 own[number] = snapshot_id
     free = sorted(
         {*range(none)} - {*own.tolist()}, key=lambda snapshot_id: last_used[snapshot_id]
     )
     snapshot_ids, is_new = own.copy(), own == none
-    pending = np.where(is_new, pending, np.take(known.num_pending, own, mode="clip"))
+    pending = np.where(is_new, pending, np.take(theirs_pending, own, mode="clip"))
     new = np.flatnonzero(is_new)
     new = new[max(len(new) - len(free), 0) :]  # the last are the longest
     snapshot_ids[new] = free[: len(new)]

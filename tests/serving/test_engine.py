@@ -1,12 +1,16 @@
 """The engine, compared with plain Python and `jkv.generate` for each request."""
 
+import asyncio
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.decoding.plain_queue import VOCABULARY
 from support.jax_versions import few, further
+from support.models.versioned_model import make_engine as make_versioned
+from support.models.versioned_model import weights
 from support.serving.small_engines import (
     CONTEXT,
     MOST_SAMPLES,
@@ -138,7 +142,9 @@ def test_oversized_requests_are_refused_with_the_sizes():
             max_new_tokens=NEW_TOKENS + 1
         ),
         "at least 1, got 0": dict(max_new_tokens=0),
-        "n must be": dict(n=0),
+        "n must be at least 1, got 0": dict(n=0),
+        "n must be at least 1, got -1": dict(n=-1),
+        "salt must fit in 32 bits": dict(salt=2**40),
         "timeout must": dict(timeout=0),
         "priority must": dict(priority=2**31),
         "got StopSizes(tokens=3": dict(stop_tokens=[1, 2, 3]),
@@ -159,7 +165,10 @@ def test_oversized_requests_are_refused_with_the_sizes():
     }.items():
         room = make_engine() if "at most" in words else engine
         assert words in refused(room, **(dict(tokens=[1]) | arguments))[0], words
-    for name, size in (("max_running", 0), ("num_steps", 0), ("num_ahead", -1)):
+    for name, size in (
+        *(("max_running", 0), ("num_steps", 0), ("num_ahead", -1)),
+        ("max_results", 2.5),
+    ):
         with pytest.raises(ValueError, match=f"{name} must be .* at least"):
             make_engine(**{name: size})
     with pytest.raises(ValueError, match=r"got 3; pass stop_sizes=StopSizes\("):
@@ -167,7 +176,79 @@ def test_oversized_requests_are_refused_with_the_sizes():
     with pytest.raises(ValueError, match="cache must be a jkv.Cache, got str"):
         make_engine(cache="cache")
     # Without the two of another engine.
-    assert engine.is_idle and engine.stats().refused == 2 + 23 - 2
+    assert engine.is_idle and engine.stats().refused == 2 + 25 - 2
+
+
+@pytest.mark.parametrize(
+    "words, prompts, fields",
+    [
+        (r"got float64\[1, 2\]", [[1.7, 2.9]], {}),
+        ("got rows of", [5, 6], {}),
+        ("got bool", [[True, False]], {}),
+        ("got 7 at position 2 of prompt 1", [[1], [5, -1, 7]], {}),
+        ("got -9 at position 1 of prompt 0", [[5, -9]], {}),
+        ("limits must be an int", [[5]], dict(limits=2.9)),
+        ("lengths {'limits': 2", [[5]], dict(limits=[2, 3])),
+        ("n must be an int, got 1.5", [[5]], dict(n=1.5)),
+        ("max_new_tokens must be an int", [[5]], dict(max_new_tokens="2")),
+        ("salt is a field of one request; pass salts=", [[5]], dict(salt="x")),
+        ("salts must have one entry", [[5]], dict(salts=["x", "y"])),
+        ("budget must be a field of Request", [[5]], dict(budget=3)),
+    ],
+)
+@pytest.mark.one_end
+def test_invalid_batches_are_refused(words, prompts, fields):
+    """Nothing is converted silently, and nothing stays in the queue."""
+    engine = make_engine()
+    with pytest.raises(ValueError, match=words):
+        engine.generate(prompts, **fields)
+    assert engine.is_idle
+
+
+@pytest.mark.one_end
+def test_a_batch_may_have_string_salts():
+    """Prompts of one salt share their prefixes, in two calls."""
+    engine = make_engine()
+    prompt = [*range(1, WIDTH + 1)]
+    engine.generate([prompt], salts="a")
+    for salts, expected_hits in (
+        ("a", [True, True]),
+        (["b", "a"], [False, True]),
+        ([0, 1], [False, False]),
+    ):
+        found = engine.generate([prompt] * 2, salts=salts)
+        assert [each.cached_tokens > 0 for each in found] == expected_hits
+    # A refused request changes nothing: ints below 0 cannot stand beside strings.
+    engine = make_engine()
+    with pytest.raises(RequestRefused, match="the prompt is empty"):
+        engine.submit([], salt=-3)
+    engine.submit([1], salt="a")
+
+
+@pytest.mark.one_end
+def test_numpy_weights_are_copied_to_the_device_once():
+    """As arguments of each window they would be copied in each."""
+    engine = make_versioned()
+    assert isinstance(engine._scheduler.loop._given.params, jax.Array)
+    engine.update_params(weights(1))
+    assert isinstance(engine._scheduler.loop._given.params, jax.Array)
+    (found,) = engine.generate([[1, 2]], max_new_tokens=2)
+    assert {*found.versions} == {1}
+
+
+@pytest.mark.one_end
+def test_closing_an_iterator_cancels_before_it_starts():
+    engine = make_engine()
+    for open_iterator in (engine.events, engine.stream):
+        number = engine.submit([1, 2])
+        open_iterator(number).close()
+        assert engine.state(number) == RequestStatus.CANCELLED
+    number = engine.submit([1, 2])
+    asyncio.run(engine.aevents(number).aclose())
+    assert engine.state(number) == RequestStatus.CANCELLED
+    number = engine.submit([1, 2], max_new_tokens=3)
+    tokens = list(engine.stream(number))
+    assert tokens == engine.results(number)[0].tokens and len(tokens) == 3
 
 
 @pytest.mark.one_end

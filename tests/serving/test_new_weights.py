@@ -155,7 +155,7 @@ def test_mismatched_weights_are_refused_by_name():
         engine.update_params(params, draft_params=params)
     with pytest.raises(ValueError, match="pass one of them"):
         engine.update_params(params, recompute=True, keep_cached=True)
-    with pytest.raises(ValueError, match="version must be > 0"):
+    with pytest.raises(ValueError, match="version must be an int > 0"):
         engine.update_params(params, version=0)
     assert engine.stats().version == 0
     assert engine.update_params(params, version=3) == 3

@@ -186,6 +186,15 @@ def test_a_refused_request_leaves_its_sequence_parked():
     assert found.tokens == alone([*sequence, 5], 2)
 
 
+def test_a_string_salt_is_inherited():
+    engine = make_engine()
+    number = engine.submit(PROMPT, salt="secret")
+    engine.park(number)
+    engine.results(number)
+    (found,) = engine.results(engine.resume(number, [3], max_new_tokens=2))
+    assert found.cached_tokens >= len(PROMPT) // 4 * 4
+
+
 def test_invalid_parking_is_refused():
     engine = make_engine()
     with pytest.raises(KeyError):

@@ -1,5 +1,6 @@
 """Cached blocks that an engine offloads to a store, and restores."""
 
+import jax
 import numpy as np
 import pytest
 from support.jax_versions import further
@@ -11,12 +12,20 @@ from support.states.folding_model import MODELS, VOCABULARY, make_config
 
 import jkv
 from jkv.decoding import FinishReason
-from jkv.serving import Engine
+from jkv.serving import Engine, EngineError
 from jkv.serving.request import request as requests
 from jkv.serving.request.request import SaltNumbers
 from jkv.serving.scheduler import retention as storing_module
 
 pytestmark = pytest.mark.one_end
+
+
+def count_on(params, tokens, cache, batch):
+    """A model whose next token is one more than the newest."""
+    del params
+    return jax.nn.one_hot(tokens + 1, 128)[batch.last_rows], cache
+
+
 PROMPTS = np.random.default_rng(5).integers(0, 29, (12, WIDTH)).tolist()
 FREE_BLOCKS = 16  # the prompts alone have 24 full ones
 
@@ -217,6 +226,60 @@ def test_a_string_salt_is_stable_across_processes(tmp_path):
         (found,) = engine.results(engine.submit(PROMPT * 2, salt=salt))
         assert found.cached_tokens == length
     assert engine.stats().restored_tokens == 48
+
+
+def test_prompts_longer_than_the_context_are_restored():
+    """`roll` serves them; a prefix of the first context is in the store."""
+    config = jkv.CacheConfig.toy(
+        num_blocks=20,
+        max_sequences=5,
+        max_context_length=16,
+        block_size=4,
+        prefix_caching=True,
+        pruning=True,
+    )
+
+    engine = Engine(
+        count_on,
+        None,
+        jkv.init(config),
+        max_running=1,
+        max_new_tokens=2,
+        max_prompt_tokens=64,
+        row_counts=(16,),
+        roll=jkv.Roll(first=0, step=4),
+        store=jkv.BlockStore(2**20),
+        store_share=1.0,
+    )
+    engine.generate([[*range(1, 14)]], limits=2)
+    engine.generate([[99, 98]], limits=2)
+    assert engine.stats().spilled_blocks
+    (found,) = engine.generate([[*range(1, 40)]], limits=2)
+    assert found.tokens == [40, 41] and found.cached_tokens == 12
+
+
+@pytest.mark.further
+def test_closing_a_failed_engine_raises_nothing():
+    """The blocks of a donated cache are lost, and none are spilled."""
+    cache, _ = jkv.allocate(jkv.init(jkv.CacheConfig.toy(prefix_caching=True)), 4)
+    engine = Engine(
+        count_on,
+        None,
+        cache,
+        max_running=2,
+        max_new_tokens=4,
+        row_counts=(16,),
+        store=jkv.BlockStore(2**20),
+    )
+    engine.generate([[1, 2, 3]])
+    number = engine.submit([1, 2, 3])
+    engine.step()
+    for leaf in jax.tree.leaves(engine.cache):
+        leaf.delete()  # as by a donated call that raises
+    with pytest.raises(EngineError, match="failed"):
+        engine.results(number)
+    assert engine.has_failed
+    engine.close()
 
 
 def test_salts_are_strings_or_nonnegative_numbers():

@@ -18,7 +18,7 @@ from jkv.prefixes import clear_prefixes
 from jkv.serving.device import programs
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.programs import Arrivals, Change, EngineSizes, WindowReport
-from jkv.serving.device.weights import replace_weights
+from jkv.serving.device.weights import place_beside, replace_weights
 from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError
@@ -47,11 +47,12 @@ class Loop:
         kept: KeptPrograms | None,
     ):
         self.sizes, self.cache = sizes, cache  # newest value, perhaps not computed yet
-        self._given = programs.Given(
+        given = programs.Given(
             params,
             jax.tree.leaves(options.speculate),
             options.check().logits_processor,
         )
+        self._given: programs.Given = place_beside(cache, given)
         static = {"model": model, "sizes": sizes}
         self._model = model
         self._begin = BoundProgram(programs.begin_empty, kept, static)
@@ -166,6 +167,7 @@ class Loop:
                 "logits_processor must have the engine's type, shapes and dtypes, got "
                 "others; create a new engine for it"
             )
+        new = place_beside(self.cache, new)
         self._given = self._given._replace(logits_processor=new)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:

@@ -144,6 +144,8 @@ def find_sizes(
     check_static("num_ahead", ahead, 0)
     check_static("max_span", max_span, 0)
     check_static("extra_ids", extra_ids, 0)
+    for name, size in stop_sizes._asdict().items():
+        check_static(f"stop_sizes.{name}", size, 0)
     num_prompts = running + ahead
     if (exact := config.exact_shape) is not None:
         exact.check_alone(config.row_counts, config.chunk_size)

@@ -4,15 +4,21 @@ Symbols: n sequences of a request, B prompts of a batch.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from jkv.arguments import I32
 from jkv.decoding import DecodingOptions, FinishReason, Sampling, spread_seeds
-from jkv.metadata.requests import IntegerRows, Integers, as_salts
+from jkv.metadata.requests import (
+    IntegerRows,
+    Integers,
+    as_salts,
+    broadcast,
+    read_prompts,
+)
 from jkv.serving.request.request import (
     NO_VARIANT,
     CheckedRequest,
@@ -21,6 +27,10 @@ from jkv.serving.request.request import (
     RequestFields,
     SaltNumbers,
 )
+from jkv.status import UsageError
+
+# Cache salts of a batch: of all prompts, or one for each.
+Salts: TypeAlias = Integers | str | Sequence[int | str]
 
 
 class RequestRefused(ValueError):
@@ -67,8 +77,6 @@ class Limits(NamedTuple):
         self._check_prompt(request.tokens)
         if request.spans is not None:
             self._check_spans(request.spans, len(request.tokens))
-        if request.n < 1:
-            raise RequestRefused(f"n must be at least 1, got {request.n}")
         if request.max_new_tokens < 1:
             raise RequestRefused(
                 f"max_new_tokens must be at least 1, got {request.max_new_tokens}",
@@ -173,18 +181,21 @@ class Limits(NamedTuple):
 
 
 def check_request(
-    limits: Limits, request: Request, numbers: SaltNumbers
+    limits: Limits,
+    request: Request,
+    numbers: SaltNumbers,
+    inherited: int | None = None,  # the number of a parked sequence's salt
 ) -> CheckedRequest:
-    """Return a request after validation and conversion; raise `RequestRefused`."""
+    """Return a request after validation and conversion; raise `RequestRefused`.
+
+    Its salt is numbered last: a refused request changes nothing.
+    """
     given = dict(vars(request))
     for name in ("max_new_tokens", "stop_tokens"):
         given[name] = getattr(limits, name) if given[name] is None else given[name]
-    for name in ("n", "max_new_tokens", "priority", "variant", "keep"):
-        if not isinstance(given[name], int | np.integer) or isinstance(
-            given[name], bool
-        ):
-            raise RequestRefused(f"{name} must be an int, got {given[name]!r:.60}")
-        given[name] = int(given[name])
+    given["n"] = _read_count(request.n)
+    for name in ("max_new_tokens", "priority", "variant", "keep"):
+        given[name] = _read_int(name, given[name])
     for name in ("timeout", "keep_seconds"):
         seconds = given[name]
         is_number = isinstance(seconds, int | float | np.number | None)
@@ -200,7 +211,7 @@ def check_request(
         raise RequestRefused(f"stop_strings must be str, got {strings!r:.60}")
     read = dict(
         tokens=as_token_ids("the prompt", request.tokens),
-        sampling=Sampling(**_spread_sampling(request.sampling, request.n)),
+        sampling=Sampling(**_spread_sampling(request.sampling, given["n"])),
         stop_tokens=tuple(as_token_ids("stop_tokens", given["stop_tokens"]).tolist()),
         stop_sequences=tuple(
             tuple(as_token_ids("a stop sequence", sequence).tolist())
@@ -208,38 +219,90 @@ def check_request(
         ),
         stop_strings=strings,
         spans=None if request.spans is None else _read_spans(request.spans),
-        salt=_read_salt(request.salt, numbers),
+        salt=_read_salt(request.salt),
         client=_read_client(request.client),
     )
     checked = CheckedRequest(**given | read)
     limits.check(checked)
-    return checked
+    if inherited is not None:
+        return dataclasses.replace(checked, salt=inherited)
+    try:
+        return dataclasses.replace(checked, salt=numbers.number(checked.salt))
+    except ValueError as error:
+        raise RequestRefused(str(error)) from error
 
 
 def split_batch(
     prompts: IntegerRows,  # i32[B, P], padded with -1, or a list of lists
     limits: Integers | None,  # i32[B]; None is no limit
-    salts: Integers,  # i32[B] or int
+    salts: Salts,  # of all prompts, or [B]
     fields: RequestFields,  # common options; each field of sampling one number or B * n
 ) -> Iterator[Request]:
     """Yield the options of each prompt of a batch."""
-    if isinstance(prompts, jax.Array):
-        prompts = np.asarray(prompts)
-    rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
-    one = Request((), **fields)
-    n, spread = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
-    bound = I32.max if one.max_new_tokens is None else one.max_new_tokens
-    most = np.broadcast_to(bound if limits is None else np.asarray(limits), len(rows))
-    own_salts = np.broadcast_to(np.asarray(as_salts("salts", salts)), len(rows))
+    for name, batch in (("salt", "salts"), ("tokens", "prompts")):
+        if name in fields:
+            raise UsageError(f"{name} is a field of one request; pass {batch}=")
+    rows = _read_rows(prompts)
+    one = Request.of((), fields)
+    n = _read_count(one.n)
+    spread = _spread_sampling(one.sampling, len(rows) * n)
+    bound = I32.max
+    if one.max_new_tokens is not None:
+        bound = _read_int("max_new_tokens", one.max_new_tokens)
+    most = broadcast(len(rows), limits=bound if limits is None else limits)[0]
+    own_salts = _spread_salts(salts, len(rows))
     for i, row in enumerate(rows):
         own = {name: values[i * n : (i + 1) * n] for name, values in spread.items()}
         yield dataclasses.replace(
             one,
-            tokens=row[: np.argmax(np.append(row, -1) < 0)],
+            tokens=row,
             max_new_tokens=min(int(most[i]), bound),
             sampling=Sampling(**own),
-            salt=int(own_salts[i]),
+            salt=own_salts[i],
         )
+
+
+def _read_rows(prompts: IntegerRows) -> list[np.ndarray[Any, Any]]:
+    """Return the token ids of each prompt, without the padding."""
+    rows = np.asarray(read_prompts(prompts, "prompts"))
+    is_token = np.logical_and.accumulate(rows >= 0, axis=1)
+    for row, column in np.argwhere(~is_token & (rows != -1)):
+        raise RequestRefused(
+            f"prompts must have token ids of 0 or more, and -1 only past the end of a "
+            f"row, got {rows[row, column]} at position {column} of prompt {row}"
+        )
+    return [row[: is_token[i].sum()] for i, row in enumerate(rows)]
+
+
+def _spread_salts(salts: Salts, num_prompts: int) -> list[int | str]:
+    """Return the salt of each prompt."""
+    if isinstance(salts, str):
+        return [salts] * num_prompts
+    if isinstance(salts, Sequence) and any(isinstance(salt, str) for salt in salts):
+        if len(salts) != num_prompts:
+            raise RequestRefused(
+                f"salts must have one entry for each of {num_prompts} prompts, got "
+                f"{len(salts)}"
+            )
+        return [*salts]
+    given: Any = salts  # not strings
+    (numbers,) = broadcast(num_prompts, salts=as_salts("salts", given))
+    spread: list[int | str] = np.asarray(numbers).tolist()
+    return spread
+
+
+def _read_int(name: str, number: Any) -> int:
+    """Return an int; raise for other types."""
+    if not isinstance(number, int | np.integer) or isinstance(number, bool):
+        raise RequestRefused(f"{name} must be an int, got {number!r:.60}")
+    return int(number)
+
+
+def _read_count(n: Any) -> int:
+    """Return the number of sequences of a request; raise for an invalid one."""
+    if (count := _read_int("n", n)) < 1:
+        raise RequestRefused(f"n must be at least 1, got {count}")
+    return count
 
 
 def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
@@ -275,14 +338,14 @@ def _find_longest(ends: np.ndarray[Any, Any]) -> int:
     return int(np.diff(borders).max(initial=1))
 
 
-def _read_salt(salt: Any, numbers: SaltNumbers) -> int:
-    """Return the number of a salt; raise for other types."""
-    if isinstance(salt, int | np.integer):
-        salt = int(np.asarray(as_salts("salt", salt)))
-    elif not isinstance(salt, str):
+def _read_salt(salt: Any) -> int | str:
+    """Return a salt, an int as i32; raise for other types."""
+    if isinstance(salt, str):
+        return salt
+    if not isinstance(salt, int | np.integer) or isinstance(salt, bool):
         raise RequestRefused(f"salt must be an int or a str, got {salt!r:.60}")
     try:
-        return numbers.number(salt)
+        return int(np.asarray(as_salts("salt", salt)))
     except ValueError as error:
         raise RequestRefused(str(error)) from error
 

@@ -92,6 +92,12 @@ class Request:
     @classmethod
     def of(cls, tokens: "Request | Integers", fields: "RequestFields") -> "Request":
         """Return `tokens` if it is a `Request`, or create one from the fields."""
+        known = [each.name for each in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise UsageError(
+                    f"{name} must be a field of Request: {', '.join(known)}"
+                )
         if not isinstance(tokens, Request):
             return cls(tokens, **fields)
         if fields:

@@ -9,13 +9,15 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
 from jkv.decoding import FinishReason
+from jkv.metadata.requests import check_static
 from jkv.serving.request.request import RequestState
+from jkv.status import UsageError
 
 
 class Completion(NamedTuple):
@@ -106,10 +108,9 @@ class Results:
     """Finished requests, limited in number and age; the oldest are dropped first."""
 
     def __init__(self, most: int, seconds: float, clock: Callable[[], float]):
-        if most < 0 or not seconds >= 0:
-            raise ValueError(
-                f"max_results and result_seconds must be >= 0, got {most} and {seconds}"
-            )
+        check_static("max_results", most, 0)
+        if not seconds >= 0:
+            raise UsageError(f"result_seconds must be >= 0, got {seconds}")
         self._most, self._seconds, self._clock = most, seconds, clock
         self._entries: OrderedDict[int, tuple[float, RequestState]] = OrderedDict()
 
@@ -263,25 +264,62 @@ class StepRunner(Generic[Result]):
                 logger.exception("an engine step raised a BaseException")
 
 
+Item = TypeVar("Item")
+
+
+class CancellingIterator(Generator[Item, Any, None]):
+    """An iterator that cancels a request when it is closed, also before it starts."""
+
+    def __init__(self, items: Generator[Item, Any, None], cancel: Callable[[], object]):
+        self._items, self._cancel = items, cancel
+
+    def send(self, value: Any) -> Item:
+        return self._items.send(value)
+
+    def throw(self, *error: Any) -> Item:
+        return self._items.throw(*error)
+
+    def close(self) -> None:
+        self._items.close()
+        self._cancel()
+
+
+class AsyncCancellingIterator(AsyncGenerator[Item, Any]):
+    """The asynchronous form of `CancellingIterator`."""
+
+    def __init__(self, items: AsyncGenerator[Item, Any], cancel: Callable[[], object]):
+        self._items, self._cancel = items, cancel
+
+    async def asend(self, value: Any) -> Item:
+        return await self._items.asend(value)
+
+    async def athrow(self, *error: Any) -> Item:
+        return await self._items.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._items.aclose()
+        self._cancel()
+
+
 def read_events(
     runner: StepRunner[list[Event]],  # run while there is no new event
     state: RequestState,
-    cancel: Callable[[RequestState], object],  # if the consumer closes the iterator
-) -> Iterator[Event]:
+    cancel: Callable[[], object],  # if the consumer drops the started iterator
+) -> Generator[Event, None, None]:
     """Yield the events of a request until it has finished; raise if it failed."""
     cursor = Cursor(state)
     try:
         while not cursor.is_over:
             yield from runner.wait_for(cursor.read)
     finally:
-        cancel(state)
+        cancel()
     state.raise_error()
 
 
 async def await_events(
     runner: StepRunner[list[Event]],
     state: RequestState,
-    cancel: Callable[[RequestState], object],
+    cancel: Callable[[], object],
 ) -> AsyncGenerator[Event, None]:
     """Yield the same events asynchronously, with steps run by the engine's thread."""
     cursor, has_news = Cursor(state), asyncio.Event()
@@ -306,6 +344,5 @@ async def await_events(
         with runner.lock:
             if wake in state.listeners:
                 state.listeners.remove(wake)
-        cancel(state)
-        runner.notify()
+        cancel()
     state.raise_error()

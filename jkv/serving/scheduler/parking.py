@@ -298,6 +298,6 @@ class Parking:
 
     def _count_blocks(self, length: int) -> tuple[int, ...]:
         """Return an upper bound of a sequence's blocks in each group of layers."""
-        size = self._loop.block_size
-        columns = -(-length // size.tokens)
+        size, most = self._loop.block_size, self._loop.cache.max_context_length
+        columns = -(-min(length, most) // size.tokens)  # of a rolled one fewer
         return tuple(columns if m is None else min(columns, m) for m in size.most)

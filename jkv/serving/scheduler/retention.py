@@ -227,8 +227,10 @@ class Offloading:
         """
         states = dict.fromkeys(dispatched)
         if states or not is_running:
-            size = self._loop.cache.block_size
-            self._ask(sum(-(-len(each.request.tokens) // size) for each in states))
+            cache = self._loop.cache
+            size, most = cache.block_size, cache.max_context_length
+            lengths = (min(len(each.request.tokens), most) for each in states)
+            self._ask(sum(-(-length // size) for length in lengths))
         if lacking := self._find_lacking():
             self._spill(lacking)
         for state in states:
@@ -252,9 +254,12 @@ class Offloading:
         self._read = now
 
     def warm_up(self) -> None:
-        """Compile the copies, by copying blocks onto themselves."""
+        """Compile the copies, by copying blocks onto themselves, and the look-ups."""
         self._spill(0)
         self._loop.cache = warm_up(self._loop.cache, 2 * BLOCKS_PER_SPILL)
+        self._ask(0)
+        self._match(np.zeros(1, np.int32), 0)
+        count_blank(self._loop.cache.metadata)
 
     def copy(self, tokens: np.ndarray, salt: int) -> None:
         """Copy the cached blocks of a sequence to the store."""
@@ -309,7 +314,7 @@ class Offloading:
             if state.status == RequestStatus.WAITING
         }
         awaited = sum(self._awaited.values())
-        return max(int(np.max(self._leaving)) - awaited, 0)
+        return max(int(np.asarray(self._leaving).max()) - awaited, 0)
 
     def _spill(self, num_blocks: int) -> int:
         """Spill cached blocks and snapshots; return their number."""
@@ -324,11 +329,13 @@ class Offloading:
 
     def _restore(self, state: RequestState) -> None:
         """Restore the blocks of a prompt that the store has and the cache lacks."""
-        tokens, salt = state.request.tokens, state.request.salt
+        # A prompt that rolls may be longer than the context.
+        tokens = state.request.tokens[: self._loop.cache.max_context_length]
+        salt = state.request.salt
         held = self._store.count(tokens, salt, names=self._names)
         if not held:
             return
-        known = self._match(state)
+        known = self._match(tokens, salt)
         if held <= known:
             return
         if self._is_slower(held - known):
@@ -339,13 +346,13 @@ class Offloading:
         columns = -(-(held - known) // metadata.block_size)
         if (lacking := columns - int(count_blank(metadata))) > 0:
             self._spill(lacking)
-            known = self._match(state)  # the spill may have removed some
+            known = self._match(tokens, salt)  # the spill may have removed some
         found = self._store.find(tokens, salt, skip=known, names=self._names)
         if found is None:
             return
         found = self._keeping.check_times(found)
         self._loop.cache, num = restore(self._loop.cache, found, donate=True)
-        brought = self._match(state) - known
+        brought = self._match(tokens, salt) - known
         self._done["restored_blocks"] += num
         self._awaited[state] = num
         if brought > 0:
@@ -362,8 +369,6 @@ class Offloading:
             return False
         return tokens * (copying.seconds - computing.seconds) > LEAST_GAIN
 
-    def _match(self, state: RequestState) -> int:
+    def _match(self, tokens: np.ndarray, salt: int) -> int:
         """Return the number of prompt tokens in the cache."""
-        padded = np.full((1, self._loop.cache.max_context_length), -1, np.int32)
-        padded[0, : len(state.request.tokens)] = state.request.tokens
-        return int(match(self._loop.cache, padded, state.request.salt)[0])
+        return int(match(self._loop.cache, self._loop.pad(tokens)[None], salt)[0])

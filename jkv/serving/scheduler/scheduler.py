@@ -81,10 +81,12 @@ class Versions:
                 "got recompute=True and keep_cached=True, which would hit the old "
                 "blocks again; pass one of them"
             )
-        if update.version is not None and update.version <= self.newest:
+        version = update.version
+        is_int = isinstance(version, int | np.integer)
+        if version is not None and not (is_int and version > self.newest):
             raise UsageError(
-                f"version must be > {self.newest}, the current version, got "
-                f"{update.version}"
+                f"version must be an int > {self.newest}, the current version, got "
+                f"{version!r:.60}"
             )
 
     def advance(self, update: Update) -> None:
@@ -232,8 +234,8 @@ class Scheduler:
         most = self._options.max_waiting
         return most is None or self.queue.num_waiting < most
 
-    def add(self, request: CheckedRequest, resumed: Parked | None = None) -> int:
-        """Enqueue a request, optionally to continue a parked one; return its number."""
+    def add(self, request: CheckedRequest, resumed: Parked | None) -> RequestState:
+        """Enqueue a request, to continue a parked one if given."""
         # The user's detokenizer may be slow, so it runs without the lock.
         stream, detokenize = None, self._options.detokenize
         if detokenize is not None:
@@ -259,7 +261,7 @@ class Scheduler:
             self._news.follow(state)
             if request.timeout is not None:
                 self._deadlines[state.request_id] = now + request.timeout
-            return state.request_id
+            return state
 
     def find(self, request_id: int) -> RequestState:
         """Return an unfinished request, or a finished one with retained results."""
@@ -269,7 +271,7 @@ class Scheduler:
         if state is None:
             raise KeyError(
                 f"request_id {request_id} is unknown, or its results have expired; "
-                f"raise Engine(max_results=, result_seconds=)"
+                f"increase Engine(max_results=, result_seconds=)"
             )
         return state
 
@@ -327,8 +329,9 @@ class Scheduler:
 
     def read_stats(self) -> EngineStats:
         with self.lock:
-            if self._unread is None and self.loop.num_free_blocks is not None:
-                self.measures.free_blocks = int(self.loop.num_free_blocks)
+            free = self.loop.num_free_blocks  # a step in progress may unset it
+            if self._unread is None and free is not None:
+                self.measures.free_blocks = int(free)
             return self.measures.read(
                 sum(each.num_blocks for each in self.loop.cache.metadata.block_groups),
                 self._options.clock(),
