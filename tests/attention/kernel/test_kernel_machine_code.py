@@ -1,9 +1,11 @@
 """Machine code of the kernels for absent GPUs.
 
 Requires the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds another
-revision of the same compiler. `JKV_KEEP_RESULTS=1` also writes the printed table to
-`benchmarks/results/kernel_code.json`. `JKV_ALL_SHAPES=1` compiles every supported head
-dim, which takes half an hour. `-k gfx942` updates only that GPU's rows.
+revision of the same compiler. A module that this compiler has compiled before is not
+compiled again: its code is read from `benchmarks/results/kernel_code.json`, which has a
+digest of each module. `JKV_KEEP_RESULTS=1` compiles all and writes that file.
+`JKV_ALL_SHAPES=1` compiles every supported head dim, which takes half an hour. `-k
+gfx942` updates only that GPU's rows.
 """
 
 import functools
@@ -44,6 +46,7 @@ triton = pytest.importorskip(
 
 from support.attention.triton_machine_code import (  # noqa: E402
     SHARED_LIMIT,
+    Code,
     compile_kernel,
 )
 
@@ -55,6 +58,47 @@ MORE_WAITS = {("gfx1100", 48): 3, ("gfx1100", 96): 2}
 RARE = "jkv_isolate", "jkv_isolate_queries"
 store = functools.partial(store_rows, way=PALLAS)
 table: list[dict[str, object]] = []
+
+
+@functools.cache
+def read_recorded():
+    """Return the code of recorded modules by GPU and digest, if of this compiler."""
+    recorded = json.loads(RESULTS.read_text())
+    if KEEP or recorded["versions"]["triton"] != triton.__version__:
+        return {}
+    return {
+        (entry["target"], entry["module"]): Code(*map(entry.get, Code._fields))
+        for entry in recorded["kernels"]
+        if "module" in entry
+    }
+
+
+def find_code(kernel, target):
+    """Return the code of a kernel on a GPU: as recorded, or compiled."""
+    return read_recorded().get((target, kernel.digest)) or compile_kernel(
+        kernel, target
+    )
+
+
+def describe(target, known, queries, pools, options):
+    """Return the fields of the table that name a call of attention."""
+    return {
+        "target": target,
+        "card": known or "unknown",
+        "head dims": f"{pools.head_dim}/{pools.value_dim}",
+        "group": queries.shape[1] // pools.num_kv_heads,
+        "block size": pools.block_size,
+        "queries": str(queries.dtype),
+        "elements": str(pools.formats),
+        "options": options,
+    }
+
+
+def record(entry, kernel, code):
+    """Add a kernel's code to the table."""
+    table.append(
+        entry | {"kernel": kernel.name, "module": kernel.digest} | code._asdict()
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,9 +132,12 @@ def _find_part(entry):
         "jkv_token_gradients": "derivative",
         "jkv_store": "store",
     }
-    return entry["target"], entry["card"], tests.get(entry["kernel"], "attention")
+    test = tests.get(entry["kernel"], "attention")
+    test = "masked" if entry["options"] in MASKS else test
+    return entry["target"], entry["card"], test
 
 
+MASKS = "past before", "past between"
 # One GPU of each family, and head dims and dtypes of common models.
 MASKED_TARGETS = ("gfx942", "gfx1100", "sm_90")
 MASKED_SHAPES = (
@@ -111,11 +158,13 @@ def test_no_masked_kernel_spills(target):
         tuning = find_tuning(queries, pools, platform, known)
         for past in (last, both) if fields is MASKED_SHAPES[0] else (both,):
             lowered = lower_kernels(queries, pools, tuning, platform, past=past)
+            options = MASKS[past.first is not None]
+            entry = describe(target, known, queries, pools, options)
             for kernel in find_kernels(lowered):
-                code = compile_kernel(kernel, target)
-                entry = target, fields, past.first is None, kernel.name, code
-                assert code.spills == 0 or kernel.name in RARE, entry
-                assert code.shared_bytes <= SHARED_LIMIT[target], entry
+                code = find_code(kernel, target)
+                record(entry, kernel, code)
+                assert code.spills == 0 or kernel.name in RARE, table[-1]
+                assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
 
 
 @pytest.mark.slow
@@ -130,16 +179,8 @@ def test_no_kernel_spills(platform, target, known, shapes):
     for head_dim, value_dim, fields in shapes:
         sizes = {key: fields[key] for key in fields if key != "options"}
         queries, pools = make_shapes(head_dim, value_dim=value_dim, **sizes)
-        entry = {
-            "target": target,
-            "card": known or "unknown",
-            "head dims": f"{head_dim}/{value_dim}",
-            "group": queries.shape[1] // pools.num_kv_heads,
-            "block size": pools.block_size,
-            "queries": str(queries.dtype),
-            "elements": str(pools.formats),
-            "options": fields.get("options", "none"),
-        }
+        options = fields.get("options", "none")
+        entry = describe(target, known, queries, pools, options)
         tuning = find_tuning(queries, pools, platform, known)
         if tuning is None:
             table.append(entry | {"kernel": "the plain path"})
@@ -147,8 +188,8 @@ def test_no_kernel_spills(platform, target, known, shapes):
         served += 1
         as_text = json.dumps(fields, sort_keys=True)
         for kernel in kernels_of(platform, tuning, head_dim, value_dim, as_text):
-            code = compile_kernel(kernel, target)
-            table.append(entry | {"kernel": kernel.name} | code._asdict())
+            code = find_code(kernel, target)
+            record(entry, kernel, code)
             assert code.spills == 0 or kernel.name in RARE, table[-1]
             assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
             soft_cap = None if fields.get("options") in (None, "window") else 30.0
@@ -193,24 +234,16 @@ def test_no_derivative_spills(platform, target, known, shapes):
         if tuning is None:
             continue
         served += 1
-        entry = {
-            "target": target,
-            "card": known or "unknown",
-            "head dims": f"{head_dim}/{value_dim}",
-            "group": queries.shape[1] // pools.num_kv_heads,
-            "block size": pools.block_size,
-            "queries": str(queries.dtype),
-            "elements": str(pools.formats),
-            "options": fields.get("options", "none"),
-        }
+        options = fields.get("options", "none")
+        entry = describe(target, known, queries, pools, options)
         as_text = json.dumps(fields, sort_keys=True)
         given = platform, tuning, head_dim, value_dim, as_text
         kernels = kernels_of(*given, lower=lower_derivative)
         # Two kernels for queries: without and with NaN keys.
         assert len(kernels) == (3 if pools.keys.dtype != jnp.uint16 else 2)
         for kernel in kernels:
-            code = compile_kernel(kernel, target)
-            table.append(entry | {"kernel": kernel.name} | code._asdict())
+            code = find_code(kernel, target)
+            record(entry, kernel, code)
             assert code.spills == 0 or kernel.name in RARE, table[-1]
             assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
             assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
@@ -228,7 +261,7 @@ def test_no_store_spills(platform, target, known):
     for sizes in STORED:
         lowered = lower(store, (shape_write(sizes),), platform)
         (kernel,) = find_kernels(lowered)
-        code = compile_kernel(kernel, target)
+        code = find_code(kernel, target)
         entry = {
             "target": target,
             "card": known,
@@ -239,7 +272,7 @@ def test_no_store_spills(platform, target, known):
             "elements": str(shape_write(sizes).formats),
             "options": "none" if sizes.part is None else "part",
         }
-        table.append(entry | {"kernel": kernel.name} | code._asdict())
+        record(entry, kernel, code)
         assert code.spills == code.scalar_spills == code.shared_bytes == 0, table[-1]
         assert code.registers <= 64, table[-1]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import re
 from typing import NamedTuple
 
@@ -48,6 +49,12 @@ class Kernel(NamedTuple):
     grid: tuple[int, int, int]
     num_warps: int
     num_stages: int
+
+    @property
+    def digest(self) -> str:
+        """Digest of all that a compiler reads."""
+        source = f"{self.num_warps} {self.num_stages} {self.text}"
+        return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def pretend(platform):
