@@ -269,7 +269,7 @@ class Scheduler:
         if state is None:
             raise KeyError(
                 f"request_id {request_id} is unknown, or its results have expired; "
-                f"raise Engine(max_results=, result_seconds=)"
+                f"increase Engine(max_results=, result_seconds=)"
             )
         return state
 
