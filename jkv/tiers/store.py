@@ -35,9 +35,10 @@ def _as_count(name: str, count: Any) -> int:
     return int(count)
 
 
-def _as_version(version: Any) -> str:
+def _as_version(name: str, version: Any) -> str:
+    """Return the name of a version; refuse other types."""
     if not isinstance(version, str):
-        raise UsageError(f"version must be a str, got {version!r:.60}")
+        raise UsageError(f"{name} must be a str, got {version!r:.60}")
     return version
 
 
@@ -137,7 +138,7 @@ class BlockStore:
         version: str = "",
     ) -> None:
         self._max_bytes = _as_count("max_bytes", max_bytes)
-        self.version = _as_version(version)
+        self.version = _as_version("version", version)
         most_in_folder = _as_count("max_folder_bytes", max_folder_bytes)
         self._lock = threading.RLock()
         self._folder: Folder | None = None
@@ -383,20 +384,20 @@ class BlockStore:
             until they are evicted.
         """
         with self._lock:
-            self.version = _as_version(version)
+            self.version = _as_version("version", version)
             if self._folder is not None and self._layout is not None:
                 self._folder.note(version, self._layout)
 
     def forget(self, version: str) -> None:
         """Remove the blocks of a version from memory."""
-        version = _as_version(version)
+        version = _as_version("version", version)
         with self._lock:
             for node in [each for each in self._used if each.version == version]:
                 self._drop(node)
 
     def rename(self, old: str, new: str) -> None:
         """Rename the blocks of a version in memory to a version without blocks."""
-        old, new = _as_version(old), _as_version(new)
+        old, new = _as_version("old", old), _as_version("new", new)
         with self._lock:
             self.forget(new)
             for key in [key for key in self._roots if key[0] == old]:
