@@ -16,7 +16,7 @@ from served.loading import Served
 from served.mistakes import Refused
 from served.processors.variants import Held
 from served.replying.kinds import AnyReply
-from served.replying.replies import REASONS, select_likely
+from served.replying.replies import check_reason, select_likely
 from served.replying.scoring import Scored
 
 from jkv import FinishReason
@@ -111,8 +111,9 @@ class Batch:
         """Parse a line; write its error and return None if it is invalid."""
         try:
             form = read_form(self._lines[number])
-            # A default seed makes results reproducible.
-            fields = {"seed": number} | dict(form.fields)
+            fields = dict(form.fields)
+            if fields.get("seed") is None:  # for reproducible results
+                fields["seed"] = number
             is_chat = form.kind.is_chat
             parsed, shown = read_fields(self._served, fields, is_chat=is_chat)
             parsed = form.kind.bound(self._served, form.body, parsed)
@@ -151,8 +152,9 @@ class Batch:
         chosen = select_likely(found, line.shown.num_choices)
         num_new = sum(len(each.tokens) for each in found)
         try:
-            is_final = all(each.reason in REASONS for each in chosen)
-            whole = self._reply(line).whole(chosen, num_new) if is_final else {}
+            for each in found:
+                check_reason(each.reason)
+            whole = self._reply(line).whole(chosen, num_new)
             result = write_answer(text, line.form, chosen, whole)
         except Refused as error:
             return self._fail(line.number, error)

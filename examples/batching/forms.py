@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from served.mistakes import Refused
 from served.replying.kinds import KINDS, Kind
-from served.replying.replies import check_reason
 
 from jkv.serving import Completion
 
@@ -89,13 +88,8 @@ def write_answer(
         form: its parsed form.
         found: the completion of each choice.
         whole: the reply in the API's format.
-
-    Raises:
-        Refused: if generation ended by other causes than a stop or a length limit.
     """
     if form.name is not None:
-        for each in found:
-            check_reason(each.reason)
         answer = {"status_code": 200, "request_id": digest(line), "body": whole}
         return _frame(line, form.name, answer, None)
     choices = [

@@ -28,7 +28,7 @@ from .endpoints.gate import (
 )
 from .endpoints.tokens import list_token_routes
 from .loading import Served
-from .mistakes import Refused
+from .mistakes import Refused, describe_crash
 from .replying.kinds import KINDS
 
 
@@ -118,4 +118,4 @@ async def write_status(request: Request, error: Exception) -> Response:
 
 async def write_crash(_: Request, error: Exception) -> Response:
     """Return the error for an unexpected exception; the log has the traceback."""
-    return respond(Refused(f"the server failed: {type(error).__name__}", status=500))
+    return respond(describe_crash(error))

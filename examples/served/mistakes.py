@@ -38,6 +38,11 @@ class Refused(ValueError):
         return {"error": error}
 
 
+def describe_crash(error: Exception) -> Refused:
+    """Return the error for an unexpected exception; the log has the traceback."""
+    return Refused(f"the server failed: {type(error).__name__}", status=500)
+
+
 def find_kind(status: int) -> str:
     """Return the API's error type for an HTTP status."""
     if status >= 500:

@@ -26,13 +26,19 @@ def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
     """Return the command line's block store, or None.
 
     Raises:
-        ValueError: if the folder has blocks of other weights.
+        ValueError: for a folder without a limit, or with blocks of other weights.
     """
+    if options.store_folder is None and options.store_folder_bytes is not None:
+        raise ValueError("--store-folder-bytes needs --store-folder, got none")
     if options.store is None and options.store_folder is None:
         return None
     max_bytes = options.store or 0
     if options.store_folder is None:
         return jkv.BlockStore(max_bytes)
+    if not max_bytes and options.store_folder_bytes is None:
+        raise ValueError(
+            "--store-folder needs a limit; pass --store or --store-folder-bytes"
+        )
     return jkv.BlockStore(
         max_bytes,
         folder=options.store_folder,

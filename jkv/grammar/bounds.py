@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jkv.grammar.errors import TooLarge
+from jkv.status import UsageError
 
 # A step is one visited edge. Steps are bounded by max_bytes / _BYTES_OF_STEP;
 # vectorized work counts one step per _ENTRIES_OF_STEP array entries.
@@ -25,6 +26,8 @@ class Bounds:
     """
 
     def __init__(self, max_bytes: int, timeout: Timeout = None) -> None:
+        if not max_bytes >= 0:  # also NaN, which no size exceeds
+            raise UsageError(f"max_bytes must be >= 0, got {max_bytes}")
         self.max_bytes = max_bytes
         self._timeout, self._is_over = timeout, lambda: False
         if callable(timeout):

@@ -152,12 +152,15 @@ class Folder:
         with self._lock:
             if self._waiting_bytes + held.nbytes > MOST_WAITING_BYTES:
                 return
-            self._waiting[name] = held
+            earlier = self._waiting.get(name)
+            waiting = held if earlier is None else earlier.with_more(held)
+            self._waiting[name] = waiting
             self._waiting_bytes += held.nbytes
-        self._writer.submit(self._write, name, tokens, held, expected)
+        done = self._writer.submit(self._write, name, tokens, held, expected)
+        done.add_done_callback(lambda _: self._forget(name, waiting, held.nbytes))
 
     def _write(self, name: str, tokens: np.ndarray, held: Held, expected: Any) -> None:
-        path, nbytes = self._file(name), held.nbytes
+        path = self._file(name)
         try:
             self._write_note()
             before = self._read(name, tokens, expected)
@@ -186,10 +189,13 @@ class Folder:
                 self._warn(f"could not write {path} ({error})")
         except Exception:  # the writer thread continues
             logger.exception("could not write a column to %s", path)
-        finally:
-            with self._lock:
-                self._waiting.pop(name, None)
-                self._waiting_bytes -= nbytes
+
+    def _forget(self, name: str, waiting: Held, nbytes: int) -> None:
+        """Remove a written column from the queue, unless more of it is queued."""
+        with self._lock:
+            self._waiting_bytes -= nbytes
+            if self._waiting.get(name) is waiting:
+                del self._waiting[name]
 
     def _enter(self, name: str, size: int) -> None:
         """Record a written file; after a success the disk may have more space."""

@@ -104,7 +104,9 @@ def copy_prefix(cache: Cache, tokens: np.ndarray, salt: int) -> Spilled:
     salts = np.full((1,), salt, np.int32)
     found = jax.device_get(_find(cache.metadata, padded, salts))
     columns = tokens[: int(found.num_blocks[0]) * size].reshape(-1, size)
-    nodes = [builder.add_sequence(salt, columns[: i + 1]) for i in range(len(columns))]
+    nodes: list[int] = []
+    for column in columns:
+        nodes.append(builder.add(nodes[-1] if nodes else -1, salt, column))
     for number in cache.metadata.block_numbers if nodes else ():
         blocks = found.groups[number].blocks[0, : len(nodes)]
         is_there = blocks < cache.metadata.groups[number].num_blocks

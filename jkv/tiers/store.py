@@ -11,6 +11,7 @@ import numpy as np
 
 from jkv.arguments import explains_class
 from jkv.config.counts import human_bytes
+from jkv.metadata.requests import as_salts
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled
@@ -23,11 +24,47 @@ def _same_number(salt: int) -> Salt | None:
     return salt
 
 
-def _as_capacity(max_bytes: int) -> int:
-    """Return a capacity in bytes; refuse a negative one."""
-    if max_bytes < 0:
-        raise UsageError(f"max_bytes must be >= 0, got {max_bytes}")
-    return int(max_bytes)
+def _as_count(name: str, count: Any) -> int:
+    """Return a number of bytes or tokens, an int of 0 or more."""
+    if isinstance(count, bool) or not isinstance(count, int | np.integer):
+        raise UsageError(
+            f"{name} must be an int, got {count!r:.60}; pass a whole number"
+        )
+    if count < 0:
+        raise UsageError(f"{name} must be >= 0, got {count}")
+    return int(count)
+
+
+def _as_version(name: str, version: Any) -> str:
+    """Return the name of a version; refuse other types."""
+    if not isinstance(version, str):
+        raise UsageError(f"{name} must be a str, got {version!r:.60}")
+    return version
+
+
+def _as_tokens(tokens: Any) -> np.ndarray:
+    """Return token ids as i32[n]; refuse floats, which would be truncated."""
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # lists of several lengths
+        ids = np.zeros((), object)
+    if ids.shape == (0,):
+        return np.zeros(0, np.int32)
+    is_integer = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+    if not is_integer or ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+        raise UsageError(
+            f"tokens must be one list of token ids, integers from 0 to 2**31 - 1, got "
+            f"{tokens!r:.60}"
+        )
+    return ids.astype(np.int32)
+
+
+def _as_salt(salt: Any) -> int:
+    """Return a cache salt as a cache stores it, signed."""
+    number = np.asarray(salt)
+    if number.ndim or not np.issubdtype(number.dtype, np.integer):
+        raise UsageError(f"salt must be an int of 32 bits, got {salt!r:.60}")
+    return int(np.asarray(as_salts("salt", number)))
 
 
 class Names(NamedTuple):
@@ -100,12 +137,14 @@ class BlockStore:
         max_folder_bytes: int = 0,
         version: str = "",
     ) -> None:
-        self._max_bytes, self.version = _as_capacity(max_bytes), version
+        self._max_bytes = _as_count("max_bytes", max_bytes)
+        self.version = _as_version("version", version)
+        most_in_folder = _as_count("max_folder_bytes", max_folder_bytes)
         self._lock = threading.RLock()
         self._folder: Folder | None = None
         self._layout: Layout | None = None
         if folder is not None:
-            self._folder = Folder(os.fspath(folder), max_folder_bytes)
+            self._folder = Folder(os.fspath(folder), most_in_folder)
             self._layout = self._folder.agree(version, None)
         self._roots: dict[tuple[str, Salt], _Node] = {}
         # Nodes with contents in memory, least recently used first.
@@ -120,7 +159,7 @@ class BlockStore:
     @max_bytes.setter
     def max_bytes(self, max_bytes: int) -> None:
         with self._lock:
-            self._max_bytes = _as_capacity(max_bytes)
+            self._max_bytes = _as_count("max_bytes", max_bytes)
             self._make_room()
 
     @property
@@ -208,8 +247,9 @@ class BlockStore:
           salt: cache salt.
           names: as for `put`.
         """
+        ids, number = _as_tokens(tokens), _as_salt(salt)
         with self._lock:
-            path, folder = self._walk(tokens, salt, names), self._folder
+            path, folder = self._walk(ids, number, names), self._folder
             held = [
                 i
                 for i, node in enumerate(path)
@@ -242,12 +282,13 @@ class BlockStore:
         Raises:
           ValueError: if another process has created the folder with another version.
         """
+        ids, number, skip = _as_tokens(tokens), _as_salt(salt), _as_count("skip", skip)
         with self._lock:
-            path = self._walk(tokens, salt, names)
+            path = self._walk(ids, number, names)
             found = None
             if self._layout is not None and path:
                 wanted = path[skip // self._layout.block_size :]
-                found = self._bring(path, wanted, salt, self._layout)
+                found = self._bring(path, wanted, number, self._layout)
             self._touch(path)
             self._make_room()
             for node in path[::-1]:
@@ -258,13 +299,15 @@ class BlockStore:
         self, path: list[_Node], wanted: list[_Node], salt: int, layout: Layout
     ) -> Spilled | None:
         """Return the contents of the columns `wanted`, the end of `path`, or None."""
-        for node in wanted:
+        first = len(path) - len(wanted)
+        sequence = np.concatenate([node.tokens for node in path])
+        for i, node in enumerate(wanted, first):
             if self._folder is not None and node.held is None:
-                expected = self._header(node)
-                found = self._folder.find(node.digest, node.tokens_to_end(), expected)
+                tokens = sequence[: (i + 1) * layout.block_size]
+                found = self._folder.find(node.digest, tokens, self._header(node))
                 if found is not None:
                     self._hold(node, found)
-        numbered = enumerate(wanted, len(path) - len(wanted))
+        numbered = enumerate(wanted, first)
         held = {i: node.held for i, node in numbered if node.held is not None}
         if not held:
             return None
@@ -277,21 +320,18 @@ class BlockStore:
             layout=layout,
         )
 
-    def _walk(self, tokens: Any, salt: int, names: Names | None) -> list[_Node]:
+    def _walk(self, tokens: np.ndarray, salt: int, names: Names | None) -> list[_Node]:
         """Return the nodes of a prompt's columns, as far as contents may follow."""
         if self._layout is None and self._folder is not None:
             self._layout = self._folder.agree(self.version, None)  # others may fill it
         if self._layout is None:
             return []
-        node = self._root(names or Names(self.version), int(salt))
+        node = self._root(names or Names(self.version), salt)
         if node is None:
             return []
-        sequence, size = (
-            np.asarray(tokens, np.int32).reshape(-1),
-            self._layout.block_size,
-        )
-        num_columns, path = max(len(sequence) - 1, 0) // size, []
-        for column in sequence[: num_columns * size].reshape(num_columns, size):
+        size = self._layout.block_size
+        num_columns, path = max(len(tokens) - 1, 0) // size, []
+        for column in tokens[: num_columns * size].reshape(num_columns, size):
             if self._folder is None and column.tobytes() not in node.children:
                 break
             node = self._child(node, column)
@@ -310,8 +350,9 @@ class BlockStore:
           tokens: i32[n], the sequence; its last token is never included.
           salt: cache salt.
         """
+        ids, number = _as_tokens(tokens), _as_salt(salt)
         with self._lock:
-            for node in self._walk(tokens, salt, None)[::-1]:
+            for node in self._walk(ids, number, None)[::-1]:
                 if node.children:
                     return
                 if node.held is None:
@@ -343,18 +384,20 @@ class BlockStore:
             until they are evicted.
         """
         with self._lock:
-            self.version = version
+            self.version = _as_version("version", version)
             if self._folder is not None and self._layout is not None:
                 self._folder.note(version, self._layout)
 
     def forget(self, version: str) -> None:
         """Remove the blocks of a version from memory."""
+        version = _as_version("version", version)
         with self._lock:
             for node in [each for each in self._used if each.version == version]:
                 self._drop(node)
 
     def rename(self, old: str, new: str) -> None:
         """Rename the blocks of a version in memory to a version without blocks."""
+        old, new = _as_version("old", old), _as_version("new", new)
         with self._lock:
             self.forget(new)
             for key in [key for key in self._roots if key[0] == old]:

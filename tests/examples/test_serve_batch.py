@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import pathlib
 import resource
@@ -183,13 +184,15 @@ class Echo:
     cache = types.SimpleNamespace(metadata=types.SimpleNamespace(num_classes=1))
 
     def __init__(self):
-        self.requests = []
+        self.requests, self.seeds = [], []
+        self.reasons = (jkv.FinishReason.STOP,)  # of samples, repeated
 
     def close(self):
         pass
 
     def submit(self, ask):
         self.requests.append((ask.tokens, ask.n))
+        self.seeds.append(ask.sampling.seeds)
         return len(self.requests) - 1
 
     def step(self):
@@ -199,8 +202,11 @@ class Echo:
     def results(self, number, **_):
         prompt, n = self.requests[number]
         self.requests[number] = (None, n)
-        stop = jkv.FinishReason.STOP
-        return [Completion(number, i, prompt, [0.0], stop, "x") for i in range(n)]
+        reasons = itertools.islice(itertools.cycle(self.reasons), n)
+        return [
+            Completion(number, i, prompt, [0.0], reason, "x")
+            for i, reason in enumerate(reasons)
+        ]
 
 
 @pytest.fixture
@@ -262,6 +268,34 @@ def test_an_invalid_line_does_not_stop_the_others(tmp_path, capsys, echo):
         assert found[len(HOSTILE)]["id"] == "\udc00"
         assert found[len(HOSTILE)]["choices"][0]["text"] == "x"
     assert len(echo.requests) == 1  # nothing was recomputed
+
+
+@pytest.mark.parametrize(
+    "reason, words",
+    [
+        (jkv.FinishReason.NAN_LOGITS, "NaN logits"),
+        (jkv.FinishReason.DEADLINE, "within its timeout"),
+        (jkv.FinishReason.NOTHING_ALLOWED, "no token is allowed"),
+    ],
+)
+def test_failed_generation_is_an_error_in_both_formats(tmp_path, echo, reason, words):
+    """Also of a completion that is not returned."""
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    bodies = [{"id": 1, "prompt": "a", "best_of": 2}, of_batch("2", prompt="a")]
+    prompts.write_text("\n".join(map(json.dumps, bodies)))
+    echo.reasons = reason, jkv.FinishReason.STOP
+    serve_with_errors(prompts, results)
+    found = read_results(results)
+    assert words in found[0]["error"] and "choices" not in found[0]
+    assert words in found[1]["error"]["message"]
+
+
+def test_lines_without_a_seed_have_a_reproducible_one(tmp_path, echo):
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    bodies = [{"prompt": "a", **seed} for seed in ({}, {"seed": None}, {"seed": 7})]
+    prompts.write_text("\n".join(map(json.dumps, bodies)))
+    batch.serve(options(prompts, results))
+    assert sorted(echo.seeds) == [0, 1, 7]
 
 
 def of_batch(name, url="/v1/completions", **body):

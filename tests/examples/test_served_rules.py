@@ -138,6 +138,26 @@ def test_rule_rows_are_reused_and_exhaustion_is_refused(ask, served, monkeypatch
         each.release()
 
 
+def test_failed_streams_release_their_rows(served, client, monkeypatch):
+    """More streams than rows; each ends with an error event."""
+
+    def fail(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(served.scorer, "score", fail)
+    request = dict(model="pydoc", prompt=PROMPT, max_tokens=4, logprobs=2, stream=True)
+    for _ in range(4):
+        with pytest.raises(openai.APIError, match="the server failed: RuntimeError"):
+            list(client.completions.create(extra_body={"min_tokens": 1}, **request))
+    response = dict(model="pydoc", input=PROMPT, max_output_tokens=4, stream=True)
+    response |= dict(top_logprobs=2, include=["message.output_text.logprobs"])
+    (*_, last) = client.responses.create(extra_body={"min_tokens": 1}, **response)
+    assert last.type == "response.failed"
+    held = [served.hold(None, Rules({}, 1, [], [], None)) for _ in range(3)]
+    for each in held:
+        each.release()
+
+
 def test_shutdown_releases_requests_waiting_for_a_row():
     """Otherwise the process would wait for them at exit."""
     processor = Processors(None, RuleTable(1, 4, 16))

@@ -115,3 +115,17 @@ def change_numbers(data):
     numbers = np.frombuffer(data[half:], np.uint8).copy()
     numbers[1::2] ^= 0x80
     return data[:half] + numbers.tobytes()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--store-folder", "f"], "pass --store or --store-folder-bytes"),
+        (["--store-folder-bytes", "1MB"], "needs --store-folder"),
+    ],
+)
+def test_incomplete_options_are_refused_by_name(words, message):
+    parser = argparse.ArgumentParser()
+    loading.add_options(parser)
+    with pytest.raises(ValueError, match=message):
+        storing.make_store(parser.parse_args(words))

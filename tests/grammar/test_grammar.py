@@ -164,6 +164,9 @@ def test_patterns_match_like_python_re(pattern):
 def test_oversized_patterns_are_refused():
     with pytest.raises(TooLarge, match="max_bytes"):
         from_regex("[ab]*a[ab]{24}", VOCABULARY, max_bytes=2**22)
+    for wrong in (float("nan"), -1):
+        with pytest.raises(ValueError, match="max_bytes must be >= 0"):
+            from_choices(["ab1"], VOCABULARY, max_bytes=wrong)
     with pytest.raises(TooLarge, match="max_bytes"):
         from_choices(["ab1"], VOCABULARY, max_bytes=100)
     with pytest.raises(TooLarge, match="max_bytes"):

@@ -3,10 +3,12 @@
 import errno
 import functools
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,8 +19,10 @@ from support.small_caches import allocate, append, free, small_cache, write_toke
 from support.states.folding_model import make_config
 
 import jkv
+from jkv.tiers import copy_prefix
 from jkv.tiers import folder as folders
 from jkv.tiers import store as stores
+from jkv.tiers.spilled import Held, SpilledBuilder
 
 pytestmark = pytest.mark.one_end
 T = 4
@@ -484,6 +488,108 @@ def test_a_killed_process_leaves_complete_files(tmp_path):
         os.utime(path, (0, 0))
     jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**30)
     assert not [*tmp_path.glob(".*.tmp")]
+
+
+def test_unsigned_salts_name_the_blocks_of_their_bits():
+    prompt, store = (1,) * 9, jkv.BlockStore(2**20)
+    store.put(spilled_of((prompt,), -1))
+    for salt in (-1, 2**32 - 1, np.uint32(2**32 - 1)):
+        assert store.count(prompt, salt) == 8
+        found = store.find(prompt, salt)
+        assert found.num_blocks == 2 and found.salts.tolist() == [-1, -1]
+    store.discard(prompt, 2**32 - 1)
+    assert store.num_blocks == 0
+
+
+WRONG_KEYS = [
+    (dict(tokens=[1.0] * 9), "tokens must be one list of token ids"),
+    (dict(tokens=[[1] * 9]), "tokens must be one list of token ids"),
+    (dict(tokens=[[1], [1, 1]]), "tokens must be one list of token ids"),
+    (dict(tokens=[2**40] * 9), "tokens must be one list of token ids"),
+    (dict(tokens=[1, -1]), "tokens must be one list of token ids"),
+    (dict(tokens="abc"), "tokens must be one list of token ids"),
+    (dict(tokens=None), "tokens must be one list of token ids"),
+    (dict(salt=0.7), "salt must be an int"),
+    (dict(salt="a"), "salt must be an int"),
+    (dict(salt=[0]), "salt must be an int"),
+    (dict(salt=2**32), "salt must fit in 32 bits"),
+    (dict(skip=-3), "skip must be >= 0, got -3"),
+    (dict(skip=1.5), "skip must be an int, got 1.5"),
+]
+
+
+@pytest.mark.parametrize("fields, words", WRONG_KEYS)
+def test_invalid_keys_are_refused_by_name(fields, words):
+    store = jkv.BlockStore(2**20)
+    store.put(spilled_of(((1,) * 9,)))
+    names = ("find",) if "skip" in fields else ("find", "count", "discard")
+    for name in names:
+        with pytest.raises(ValueError, match=words):
+            getattr(store, name)(**{"tokens": [1] * 9, **fields})
+    assert store.find([]) is None and store.count(np.zeros(0)) == 0
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1.5, "4GB", None, True])
+def test_invalid_sizes_are_refused_by_name(wrong, tmp_path):
+    with pytest.raises(ValueError, match="^max_bytes must be an int"):
+        jkv.BlockStore(wrong)
+    with pytest.raises(ValueError, match="^max_folder_bytes must be an int"):
+        jkv.BlockStore(0, folder=tmp_path / "f", max_folder_bytes=wrong)
+    store = jkv.BlockStore(2**20)
+    with pytest.raises(ValueError, match="^max_bytes must be an int"):
+        store.max_bytes = wrong
+    for use in (
+        store.begin_version,
+        lambda version: jkv.BlockStore(1, version=version),
+    ):
+        with pytest.raises(ValueError, match="^version must be a str"):
+            use(wrong if wrong != "4GB" else 4)
+
+
+def test_a_column_is_found_until_its_last_write(tmp_path, monkeypatch):
+    """Of two writes in the queue, the first does not hide the second."""
+    files, tokens = folders.Folder(str(tmp_path), 2**20), np.arange(T, dtype=np.int32)
+    digest, header = folders.next_digest(b"", tokens), {"salt": 0, "version": ""}
+    first, second = (
+        Held(arrays={f"block.{n}.key_pool": np.ones(4, np.float32)}) for n in range(2)
+    )
+    begun, gate, write = queue.Queue(), threading.Semaphore(0), folders.write_file
+
+    def write_later(*arguments):
+        begun.put(None)
+        gate.acquire(timeout=10)
+        write(*arguments)
+
+    monkeypatch.setattr(folders, "write_file", write_later)
+    for held in (first, second):
+        files.write(digest, tokens, held, header)
+    both = {"block.0.key_pool", "block.1.key_pool"}
+    for _ in range(2):
+        begun.get(timeout=10)
+        found = files.find(digest, tokens, header)
+        gate.release()
+        assert {*found.arrays} == both
+    files.flush()
+    assert {*files.find(digest, tokens, header).arrays} == both
+    assert not files._waiting and not files._waiting_bytes
+
+
+def test_copies_of_a_prefix_take_time_in_proportion_to_its_length(monkeypatch):
+    cache, prompt = small_cache(num_blocks=24, prefix_caching=True), [1] * 13
+    cache, opened = allocate(cache, 0, tokens=[prompt])
+    seq_id = int(opened.seq_ids[0])
+    cache, step = append(cache, seq_id, len(prompt), tokens=prompt)
+    cache, _ = free(write_tokens(cache, step, prompt), seq_id)
+    added, add = [], SpilledBuilder.add
+
+    def count(*arguments):
+        added.append(arguments)
+        return add(*arguments)
+
+    monkeypatch.setattr(SpilledBuilder, "add", count)
+    found = copy_prefix(cache, np.array(prompt, np.int32), 0)
+    assert found.num_blocks == len(added) == 3
+    assert found.parents.tolist() == [*range(-1, 2)]
 
 
 def test_mismatched_layouts_are_refused_by_name(tmp_path):

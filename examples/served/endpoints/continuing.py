@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..asking.showing import ParsedBody, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
@@ -118,13 +118,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
                     found = list_events(known)
                 reply = kind.reply(served, fields, parsed, shown, scored)
                 if shown.is_streamed:
-                    # The client may leave before the first event.
-                    return StreamingResponse(
-                        stream(found, reply),
-                        media_type="text/event-stream",
-                        headers=OF_STREAMS,
-                        background=BackgroundTask(at_end.pop_all().close),
-                    )
+                    return _Stream(stream(found, reply), at_end.pop_all())
                 whole = await reply_whole(request, found, reply, parsed, shown)
                 if whole is not None:
                     return JSONResponse(whole)
@@ -139,6 +133,22 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
         return Response(status_code=400)  # the client has left
 
     return endpoint
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; resources are released however the response ends."""
+
+    def __init__(
+        self, events: AsyncIterator[str], at_end: contextlib.ExitStack
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=OF_STREAMS)
+        self._at_end = at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A background task would not run after an exception, nor would the generator
+        # if the client leaves before the first event.
+        with self._at_end:
+            await super().__call__(scope, receive, send)
 
 
 async def _score(served: Served, parsed: ParsedBody, shown: Shown) -> Sequence[Scored]:

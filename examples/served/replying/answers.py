@@ -7,6 +7,7 @@ of a stream; the connection of a whole reply is monitored.
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jkv.serving import Completion, EngineError, Event, QueueFull
 
 from ..asking.showing import ParsedBody, Shown
 from ..loading import Served
-from ..mistakes import Refused
+from ..mistakes import Refused, describe_crash
 from .kinds import AnyReply
 from .replies import check_reason, select_likely
 
@@ -26,6 +27,8 @@ from .replies import check_reason, select_likely
 Found = AsyncGenerator[tuple[int, Event] | None, None]
 
 SILENT_SECONDS = 15.0
+
+logger = logging.getLogger("served")
 
 
 def submit_all(served: Served, parsed: ParsedBody, variant: int) -> list[int]:
@@ -87,14 +90,17 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
     Raises:
         Refused: if generation ended by other causes than a stop or a length limit.
     """
-    queue: asyncio.Queue[tuple[int, Event] | EngineError | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Event] | Refused | None] = asyncio.Queue()
 
     async def read(first: int, events: AsyncGenerator[Event, None]) -> None:
         try:
             async for event in events:
                 queue.put_nowait((first + event.sample, event))
         except EngineError as error:
-            queue.put_nowait(error)
+            queue.put_nowait(Refused(str(error), status=500))
+        except Exception as error:
+            logger.exception("reading events failed")
+            queue.put_nowait(describe_crash(error))
         queue.put_nowait(None)
 
     tasks = [
@@ -112,8 +118,8 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
             if found is None:
                 num_open -= 1
                 continue
-            if isinstance(found, EngineError):
-                raise Refused(str(found), status=500) from found
+            if isinstance(found, Refused):
+                raise found
             check_reason(found[1].reason)
             yield found
     finally:
@@ -194,7 +200,9 @@ async def stream(found: Found, reply: AnyReply) -> AsyncIterator[str]:
                     yield await asyncio.to_thread(reply.write_piece, *each)
                 else:
                     yield reply.write_piece(*each)
+        yield reply.write_closing()
     except Refused as error:
         yield reply.write_failure(error.body)
-        return
-    yield reply.write_closing()
+    except Exception as error:
+        logger.exception("a stream failed")
+        yield reply.write_failure(describe_crash(error).body)

@@ -4,7 +4,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jkv.serving import TextStream
+from jkv import FinishReason
+from jkv.serving import Completion, Event, TextStream
 
 from ..loading import Served
 from .scoring import Scored
@@ -60,19 +61,22 @@ class TokenTeller:
         return found
 
     def read(
-        self, tokens: Sequence[int], logprobs: Sequence[float], scored: Scored | None
+        self, new: Completion | Event, scored: Scored | None
     ) -> list[TokenLogprob]:
         """Return the logprobs of new tokens.
 
+        The last token of a completion that ends inside a character has the rest of it.
+
         Args:
-            tokens: the new tokens.
-            logprobs: their log-probabilities.
+            new: the new tokens.
             scored: scores of all tokens but the last; None without top logprobs.
         """
         found = []
-        for token, logprob in zip(tokens, logprobs, strict=True):
+        num_left, has_ended = len(new.tokens), new.reason != FinishReason.RUNNING
+        for token, logprob in zip(new.tokens, new.logprobs, strict=True):
+            num_left -= 1
             start = len(self._stream.text)
-            self._stream.advance([token])
+            self._stream.advance([token], has_ended=has_ended and not num_left)
             place, top = len(self._prompt) + self._num_new, []
             if scored is not None:
                 top = scored.list_top(place, self._num_top)

@@ -263,7 +263,7 @@ class Choice:
         shown = []
         if self._scored is not None and not self._is_begun:
             shown += self._logprobs.read_prompt(self._scored, self._shown_echo)
-        shown += self._logprobs.read(new.tokens, new.logprobs, scored)
+        shown += self._logprobs.read(new, scored)
         write = write_of_chat if self._is_chat else write_of_text
         return write(self._served, shown)
 

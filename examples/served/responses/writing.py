@@ -128,6 +128,7 @@ class ResponseReply:
         self.is_scored = bool(shown.num_top)
         self._items: list[Item] = []
         self._message: Item | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens without text so far
         self._calls: dict[int, Item] = {}
         self._reason = FinishReason.RUNNING
         self._numbers = itertools.count()
@@ -173,25 +174,25 @@ class ResponseReply:
         self._num_cached = new.cached_tokens
         self._reason = new.reason
         delta = written["delta"]
-        logprobs = (written["logprobs"] or {}).get("content", [])
+        self._logprobs += (written["logprobs"] or {}).get("content", [])
         if delta.get("content"):
-            yield from self._add_text(delta["content"], logprobs)
+            yield from self._add_text(delta["content"])
         for call in delta.get("tool_calls", ()):
             yield from self._add_call(call)
         if self._reason != FinishReason.RUNNING:
-            if not self._items:
-                yield from self._add_text("", [])
+            if not self._items or (self._message and self._logprobs):
+                yield from self._add_text("")
             for item in self._items:
                 yield from self._end(item)
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[str]:
+    def _add_text(self, text: str) -> Iterator[str]:
         if self._message is None:
             self._message = item = self._begin("msg")
             yield self._added(item)
             yield self._of_part(
                 "response.content_part.added", item, part=item.write_part()
             )
-        item = self._message
+        item, logprobs, self._logprobs = self._message, self._logprobs, []
         item.text += text
         item.logprobs += logprobs
         yield self._of_part(

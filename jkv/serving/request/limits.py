@@ -85,7 +85,7 @@ class Limits(NamedTuple):
         if request.max_new_tokens > self.max_new_tokens:
             raise RequestRefused(
                 f"max_new_tokens must be at most {self.max_new_tokens}, got "
-                f"{request.max_new_tokens}; raise Engine(max_new_tokens=...)"
+                f"{request.max_new_tokens}; increase Engine(max_new_tokens=...)"
             )
         for name in ("timeout", "keep_seconds"):
             seconds = getattr(request, name)
@@ -94,8 +94,8 @@ class Limits(NamedTuple):
         if not 0 <= request.keep < self.num_classes:
             raise RequestRefused(
                 f"keep must be from 0 to {self.num_classes - 1}, got {request.keep}; "
-                f"raise CacheConfig(keep_classes=...) (on a mesh of several processes "
-                f"keep must be 0)"
+                f"increase CacheConfig(keep_classes=...) (on a mesh of several "
+                f"processes keep must be 0)"
             )
         if not I32.min < request.priority < I32.max:
             raise RequestRefused(
@@ -121,7 +121,7 @@ class Limits(NamedTuple):
         if length > self.max_context_length and not self.rolls:
             raise RequestRefused(
                 f"the prompt must have at most {self.max_context_length} tokens, got "
-                f"{length}; raise CacheConfig(max_context_length=...)",
+                f"{length}; increase CacheConfig(max_context_length=...)",
                 FinishReason.CONTEXT_FULL,
             )
         columns = -(-min(length, self.max_context_length) // self.block_size)
@@ -130,14 +130,14 @@ class Limits(NamedTuple):
             if needed > num_blocks:
                 raise RequestRefused(
                     f"the prompt must fit in {num_blocks} blocks of {self.block_size} "
-                    f"tokens, got {length} tokens, which need {needed}; raise "
+                    f"tokens, got {length} tokens, which need {needed}; increase "
                     f"CacheConfig(num_blocks=...)",
                     FinishReason.OUT_OF_BLOCKS,
                 )
         if length > self.max_prompt_tokens:
             raise RequestRefused(
                 f"the prompt must have at most {self.max_prompt_tokens} tokens, got "
-                f"{length}; raise Engine(max_prompt_tokens=...)"
+                f"{length}; increase Engine(max_prompt_tokens=...)"
             )
 
     def _check_spans(self, ends: np.ndarray[Any, Any], num_tokens: int) -> None:
@@ -155,7 +155,7 @@ class Limits(NamedTuple):
         if longest > self.max_span:
             raise RequestRefused(
                 f"spans must have at most {self.max_span} tokens, got {longest} in one "
-                f"step; raise Engine(max_span=...), and row_counts with it",
+                f"step; increase Engine(max_span=...), and row_counts with it",
                 FinishReason.SPAN_TOO_LONG,
             )
 
@@ -166,7 +166,7 @@ class Limits(NamedTuple):
         if any(count > bound for count, bound in zip(found, self.stops, strict=True)):
             raise RequestRefused(
                 f"stop_tokens and stop_sequences must fit in {self.stops}, got "
-                f"{found}; raise Engine(stop_sizes=...)"
+                f"{found}; increase Engine(stop_sizes=...)"
             )
         if not all(sequences) or not all(request.stop_strings):
             raise RequestRefused(
