@@ -29,6 +29,7 @@ from jkv.prefixes import evict_cached, match
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.request import RequestState, RequestStatus, Sample
 from jkv.serving.scheduler.retention import Keeping, NoOffloading, Offloading
+from jkv.status import UsageError
 from jkv.storage.swapped import Swapped
 from jkv.tiers import BlockStore, copy_prefix, count_blank, restore, stores_tokens
 
@@ -93,9 +94,10 @@ class Parking:
         clock: Callable[[], float],
         lock: AbstractContextManager[Any],
     ):
-        if not (seconds >= 0 and (max_bytes or 0) >= 0):
-            raise ValueError(
-                f"park_seconds and max_parked_bytes must be >= 0, got "
+        is_int = isinstance(max_bytes, int | np.integer | None)
+        if not (is_int and seconds >= 0 and (max_bytes or 0) >= 0):
+            raise UsageError(
+                f"park_seconds must be >= 0 and max_parked_bytes an int >= 0, got "
                 f"{seconds} and {max_bytes}"
             )
         self._loop, self._keeping, self._lock = loop, keeping, lock
