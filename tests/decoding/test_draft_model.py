@@ -3,6 +3,8 @@
 The distributions come from two independent tables, small enough to compute by hand.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ from test_generation import (
 )
 
 import jkv
+from jkv import decoding
 from jkv.decoding import DraftModel, Sampling
 
 pytestmark = pytest.mark.one_end
@@ -235,3 +238,27 @@ def test_different_vocabularies_are_refused():
             WANTED,
             fresh_cache(drafter=draft),
         )
+
+
+def follows_scan(params, tokens, cache, batch, **options):
+    """A model that scans over its layers, so it must get only its own."""
+    assert len(cache.layer_groups) == fresh_config().num_layers
+    return attention_model(params, tokens, cache, batch, **options)
+
+
+def test_prefill_updates_the_drafter():
+    """All drafts of a copy of the target are accepted, so it has read the prompt."""
+    drafter = dataclasses.replace(DRAFT, params=attention_params())
+    prompts = padded([[3, 1, 4, 1, 5, 9, 2, 6, 3, 5, 8, 9]], 1)
+
+    @jax.jit
+    def run(params, cache, drafter):
+        sizes = dict(max_new_tokens=12, row_counts=(16,))
+        cache, state = decoding.prefill(
+            follows_scan, params, cache, prompts, speculate=drafter, **sizes
+        )
+        return decoding.decode(follows_scan, params, cache, state, speculate=drafter)
+
+    _, state = run(attention_params(), fresh_cache(drafter=drafter), drafter)
+    counts = state.result.statistics
+    assert int(counts.draft_tokens) == int(counts.accepted_tokens) > 5

@@ -259,6 +259,30 @@ def test_extended_sequences_recompute_their_last_token(records):
     assert int(result.statistics.draft_tokens) > 0
 
 
+@pytest.mark.further
+def test_a_window_of_plain_steps_leaves_only_its_own_keys_unwritten():
+    """The first step with the drafter writes the newest token's key."""
+    options = dict(max_new_tokens=NEW, max_running=2, row_counts=(16,), num_samples=2)
+    prompt, model, params = PROMPTS[0], attention_model, attention_params()
+    decode = jax.jit(jkv.decoding.decode, static_argnums=0)
+    cache = fresh_cache()
+    state = jkv.decoding.begin(
+        model, params, cache, [prompt], speculate=DRAFTER, **options
+    )
+    given = model, params
+    cache, state = decode(*given, cache, state, num_steps=np.int32(3))
+    plain = int(jkv.context_lengths(cache)[state.seq_ids[1]])
+    num_steps = np.int32(1)
+    cache, state = decode(*given, cache, state, num_steps=num_steps, speculate=DRAFTER)
+    keys, _, length = jkv.read(cache, LAYER, state.seq_ids[1])
+    is_unknown = np.isnan(np.asarray(keys[: int(length)])).all(axis=(1, 2))
+    assert len(prompt) <= plain < int(length)
+    assert is_unknown.tolist() == [True] * plain + [False] * (int(length) - plain)
+    wanted = continue_densely(prompt, count=NEW)
+    for new, count in zip(state.result.tokens, state.result.lengths, strict=True):
+        assert new[:count].tolist() == wanted[:count]
+
+
 def test_wrong_drafters_and_caches_are_refused_by_name():
     params, plain = attention_params(), jkv.init(CONFIG)
 

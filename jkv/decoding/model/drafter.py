@@ -144,7 +144,9 @@ def with_drafter(config: Config, drafter: Drafter) -> GroupedConfig:
     """Return a target's configuration with the layers of a drafter.
 
     The drafter's groups come after the target's, and its layers are numbered after the
-    target's. A request is then served in all groups or in none.
+    target's. A request is then served in all groups or in none. Loops without the
+    drafter (`beam_search`, or no `speculate`) do not write its layers: the outputs are
+    right, but later drafts for these tokens and their prefix cache hits may be worse.
 
     Args:
       config: the target's sizes.
