@@ -82,6 +82,9 @@ class Drafter(Protocol):
     def draft(self, cache: Cache, step: Any) -> tuple[Cache, jax.Array, jax.Array]:
         """Return the cache, draft tokens, i32[B, k], and their counts, i32[B].
 
+        After `step.choose` or `step.decode` return `step.drafted`: the tokens drawn and
+        their counts stand. `choose(keep=)` ends the draft tokens of a sequence earlier.
+
         Args:
           cache: with the rows of the step appended, if the drafter has groups.
           step: a `DraftStep`.

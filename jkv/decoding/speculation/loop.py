@@ -307,7 +307,11 @@ def _speculate(
 
     most = _most(fixed, state)
     cache, drafted, logits = _draft(fixed, cache, loop, most, forced.certain, None)
-    drafted = choose(drafted)
+    if logits is None:
+        drafted = choose(drafted)
+    else:  # verify drawn tokens whatever they are: decide by numbers from before
+        wanted = choose(forced.limit(most))
+        drafted = drafted.limit(jnp.minimum(drafted.counts, wanted.counts))
     drawn, structure = jax.tree.flatten((drafted, logits))
 
     def check(loop: _Loop, *drawn: jax.Array) -> _Loop:
