@@ -296,6 +296,7 @@ def follows_scan(params, tokens, cache, batch, **options):
     return attention_model(params, tokens, cache, batch, **options)
 
 
+@pytest.mark.further
 def test_prefill_updates_the_drafter():
     """All drafts of a copy of the target are accepted, so it has read the prompt."""
     drafter = dataclasses.replace(DRAFT, params=attention_params())

@@ -20,6 +20,7 @@ from jkv.decoding.model.drafter import (
     Drafter,
     LayersOfGroups,
     SharedLayers,
+    check_draft,
     check_drafter,
 )
 from jkv.decoding.model.runner import Runner
@@ -354,7 +355,9 @@ def _draft(
         previous,
         batch,
     )
-    after, tokens, found = drafter.draft(cache, step)
+    answer = drafter.draft(cache, step)
+    check_draft(drafter, answer)
+    after, tokens, found = answer
     drafted, logits = step.finish(tokens, found)
     if logits is None:
         processor = state.rows_of(fixed.choice.logits_processor)
