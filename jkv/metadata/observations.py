@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.part import Demand, Lengths, Masks, Selection, Served
+from jkv.metadata.part import Check, Demand, Lengths, Masks, Selection, Served
 from jkv.metadata.per_sequence import Nothing, PerSequence
 from jkv.state import Metadata
 
@@ -37,7 +37,7 @@ class Observations(PerSequence):
         # A sequence of length 0 starts anew at position 0.
         return _Cutting(jnp.where(lengths == 0, 0, ends))
 
-    def prune(self, _: Metadata, selection: Selection) -> "_Cutting | Nothing":
+    def prune(self, _metadata: Metadata, selection: Selection) -> Check:
         """Forget all queries if tokens move to other positions."""
         if not selection.rotates:
             return Nothing()
