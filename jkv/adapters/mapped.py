@@ -92,7 +92,7 @@ def attend_mapped(
             mapped = (MappedAxis.of(axis_size, is_batched[0]), *axes)
             if get_opaque_trace_state() == trace:
                 is_done[0] = True
-                merge = _Merge.of(mapped, given.queries.shape, num_rows)
+                merge = _Merge.of(mapped, given, num_rows, cache)
                 merged = merge.merge_rows(given)
                 found = compute(merged._replace(options=given.options | static))
                 found = found._replace(heads=merge.split(found.heads))
@@ -159,17 +159,20 @@ class _Merge(NamedTuple):
 
     @classmethod
     def of(
-        cls, axes: tuple[MappedAxis, ...], shape: tuple[int, ...], num_rows: int
+        cls, axes: tuple[MappedAxis, ...], rows: Rows, num_rows: int, cache: Cache
     ) -> Self:
-        """Find the axes of rows: the outermost ones with R rows in all."""
-        inner, numbers = shape[len(axes) :], range(len(axes))
+        """Find the axes of rows: the outermost ones with R rows in all.
+
+        Axes that do not map the keys are heads, and the others leave K kv heads.
+        """
+        inner, numbers = rows.queries.shape[len(axes) :], range(len(axes))
         size = math.prod(inner[:-2])
-        choices = [
+        choices = sorted(
             chosen
             for count in range(len(axes) + 1)
             for chosen in itertools.combinations(numbers, count)
             if size * math.prod(axes[i].size for i in chosen) == num_rows
-        ]
+        )
         if len(inner) < 3 or not choices:
             sizes = [axis.size for axis in axes]
             raise UsageError(
@@ -178,7 +181,17 @@ class _Merge(NamedTuple):
                 f"{sizes}; pass a row as [1, heads, head_dim] and a head as "
                 f"[{num_rows}, 1, head_dim]"
             )
-        over_rows = choices[0]
+        known = {storage.num_kv_heads for storage in cache.block_storage}
+
+        def fits(chosen: tuple[int, ...]) -> bool:
+            if rows.keys is None:
+                return True
+            of_keys = [i for i in numbers if axes[i].maps_keys]
+            rest = [axes[i].size for i in of_keys if i not in chosen]
+            num_kv_heads = rows.keys.shape[-2] * math.prod(rest)
+            return set(chosen) <= set(of_keys) and num_kv_heads in known
+
+        over_rows = next(filter(fits, choices), choices[0])
         rest = [i for i in numbers if i not in over_rows]
         over_kv = tuple(i for i in rest if axes[i].maps_keys)
         over_queries = tuple(i for i in rest if not axes[i].maps_keys)

@@ -33,7 +33,7 @@ class Step:
     It belongs to the trace in which it is created, such as the body of a `jax.jit` or
     of a `lax.scan`, and is no pytree. Build one for each step; a scan over layers that
     carries the cache builds one for each trip. Calls under `jax.vmap` over rows or
-    heads are served as one call.
+    heads are served as one call; see `attend` where their numbers are equal.
 
     Attributes:
       cache: the cache with the rows written so far. Assign it after other verbs, such
@@ -87,6 +87,10 @@ class Step:
         Each write depends on the attention before it. Otherwise XLA may order the write
         of a layer before the last read of the pool, and copies the pool: where a
         layer's keys do not depend on the layer below, as with shared keys and drafters.
+
+        Under `jax.vmap` over rows and over heads the shapes tell both apart, unless
+        their numbers are equal (R = K). Then the outermost axes are taken as rows: map
+        rows outside of heads, or pass all heads of a row at once.
 
         Args:
           queries: [R, H, D] in the batch's order, or with any leading axes of R rows in

@@ -92,7 +92,8 @@ def extend(
 
     Afterwards the cache holds the old tokens, the given ones, and all generated ones
     but the last. Pass that one first in the next call; passed alone, it continues the
-    completion, so that a host can stream it in pieces.
+    completion, so that a host can stream it in pieces. After NOTHING_ALLOWED and
+    NAN_LOGITS the last one is cached, too.
 
     A sequence without room for its new tokens is refused: it is unchanged, with reason
     CONTEXT_FULL or OUT_OF_BLOCKS. A closed or duplicate sequence gets CANCELLED. If

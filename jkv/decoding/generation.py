@@ -192,7 +192,7 @@ def prefill(
       cache: as for `generate`.
       prompts: as for `generate`.
       generation_config: as for `begin`.
-      options: as for `begin`; first tokens are chosen without speculation.
+      options: as for `begin`; first tokens are chosen without draft tokens.
       fields: as for `generate`.
 
     Returns:
@@ -211,7 +211,8 @@ def prefill(
         is_first = (num_steps == 0) & jnp.any(state.is_running)
         return is_first | jnp.any(is_new)
 
-    return run_steps(runner, cache, state, args.options.choice(), lacks_token)
+    given = runner, cache, state, args.options.choice(), lacks_token
+    return run_steps(*given, args.options.speculate, drafts=False)
 
 
 @takes_cache(argument=2)
@@ -234,7 +235,7 @@ def decode(
       state: returned with the cache; jit may donate it, too.
       num_steps: most steps to run, may be traced; None runs until all have finished.
       options: as passed to `begin` or `prefill`. Without `speculate` steps are plain,
-        and a drafter's layers are not written.
+        and the layers of a drafter are not written: later drafts may be worse.
       fields: the fields of `DecodingOptions` as keyword arguments, such as
         `sampling=sampling`.
 

@@ -12,9 +12,16 @@ import jax.numpy as jnp
 
 from jkv.config.cache_config import CacheConfig
 from jkv.decoding import DraftStep
-from jkv.decoding.model.drafter import check_sizes, own_layers, rejoin, static
+from jkv.decoding.model.drafter import (
+    check_aux_layers,
+    check_sizes,
+    own_layers,
+    rejoin,
+    static,
+)
 from jkv.drafters.checks import check_config, check_function
 from jkv.masks import SpanMask
+from jkv.metadata.requests import check_static
 from jkv.operations import find_owners, gather
 from jkv.state import Batch, Cache
 from jkv.verbs.attending import plan_attention
@@ -89,6 +96,8 @@ class Block:
         if self.follow is not None:
             check_function("follow", self.follow)
         check_config(self.config)
+        check_aux_layers(self.aux_layers)
+        check_static("mask_token", self.mask_token, 0)
 
     @property
     def groups(self) -> tuple[CacheConfig, ...]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jkv.config.cache_config import CacheConfig
 from jkv.decoding import DraftStep
 from jkv.decoding.model.drafter import (
+    check_aux_layers,
     check_sizes,
     find_previous,
     own_layers,
@@ -157,6 +158,7 @@ class Eagle3(_HiddenStates):
         check_function("head", self.head)
         check_function("project", self.project)
         check_config(self.config)
+        check_aux_layers(self.aux_layers)
 
     def _project(self, hidden: jax.Array) -> jax.Array:
         projected: jax.Array = self.project(self.params, hidden)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jkv.metadata.part import Demand, Masks
+from jkv.metadata.part import Check, Demand, Masks, Selection
 from jkv.state import Cache, Metadata
 
 
@@ -42,7 +42,7 @@ class PerSequence(NoGroups):
         """Plan nothing: `swap_in` sets the numbers, if it has any."""
         return Nothing()
 
-    def prune(self, *_: object) -> "Nothing":
+    def prune(self, _metadata: Metadata, _selection: Selection) -> Check:
         """Plan nothing: `prune` sets the numbers, if it changes any."""
         return Nothing()
 

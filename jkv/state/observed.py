@@ -34,7 +34,7 @@ class Unobserved:
         """Return self: there is nothing to change."""
         return self
 
-    cleared = inherited = _as_it_is
+    cleared = cut = inherited = _as_it_is
 
 
 @jax.tree_util.register_dataclass
@@ -59,13 +59,20 @@ class ObservedQueries:
         """Forget the queries of rows, i32[B]; rows >= S are dropped."""
         return dataclasses.replace(self, positions=scatter(self.positions, row, -1))
 
-    def inherited(self, row: jax.Array, source: jax.Array) -> Self:
-        """Copy the queries of `source` to distinct rows, i32[B] each."""
+    def cut(self, row: jax.Array, ends: jax.Array) -> Self:
+        """Forget the queries at and after positions `ends` of rows, i32[B] each."""
+        known = gather(self.positions, row)
+        known = jnp.where(known < ends[:, None], known, -1)
+        return dataclasses.replace(self, positions=scatter(self.positions, row, known))
+
+    def inherited(self, row: jax.Array, source: jax.Array, ends: jax.Array) -> Self:
+        """Copy the queries of `source` before `ends` to distinct rows, i32[B] each."""
         queries = self.queries.at[:, row].set(
             self.queries.at[:, source].get(mode="clip"), mode="drop"
         )
         positions = scatter(self.positions, row, gather(self.positions, source))
-        return dataclasses.replace(self, queries=queries, positions=positions)
+        copied = dataclasses.replace(self, queries=queries, positions=positions)
+        return copied.cut(row, ends)
 
     def written(
         self,

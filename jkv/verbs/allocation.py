@@ -148,7 +148,7 @@ def free(
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE for an id that is not
-      is not open or is repeated in this call, or INVALID_ARGUMENT for a class outside
+      open or is repeated in this call, or INVALID_ARGUMENT for a class outside
       0..keep_classes-1.
 
     Raises:

@@ -23,10 +23,10 @@ def observe(
 
     A cache keeps the last `CacheConfig(observed_queries=W)` queries of each sequence,
     by position: a chunk replaces older ones, a fork has its parent's, and queries past
-    a truncation are lost. Tokens of a prefix cache hit and of `swap_in` are not
-    observed. The same cache is returned without `observed_queries`, in layers with a
-    sliding window, and for a batch that only reads or has a tree mask, so that a model
-    may always call it.
+    a truncation are lost, all of them in `prune(rotate=)`. Tokens of a prefix cache hit
+    and of `swap_in` are not observed. The same cache is returned without
+    `observed_queries`, in layers with a sliding window, and for a batch that only reads
+    or has a tree mask, so that a model may always call it.
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jkv.arguments import expect
 from jkv.metadata import requests
+from jkv.metadata.observations import forget_queries
 from jkv.operations import gather, scatter
 from jkv.sharding.storage_sharding import POOL, divided, over_devices
 from jkv.state import NO_SEQUENCE, Batch, BlockStorage, Cache, Metadata, Slots
@@ -79,6 +80,10 @@ def keep_rows(
     ids = jnp.where(batch.query_lengths > 0, ids, NO_SEQUENCE)
     cache, status = truncate(cache, ids, plan.start + plan.num_kept)
     status = jnp.where(plan.is_wrong, jnp.int32(Status.INVALID_ARGUMENT), status)
+    if any(group.observed.width for group in metadata.block_groups):
+        is_kept = (status == Status.OK) & (batch.query_lengths > 0)
+        metadata = _forget_moved(cache.metadata, batch, plan.start, rows, is_kept)
+        cache = cache.with_metadata(metadata)
     epochs = cache.metadata.index.epochs_of(batch.seq_ids)
     return cache, _as_step(batch, plan, status, epochs), status
 
@@ -143,6 +148,22 @@ def _slots_of(batch: Batch, number: int, row: jax.Array, valid: jax.Array) -> Sl
     nothing = jnp.iinfo(jnp.int32).max
     block_ids = jnp.where(valid, gather(block_ids, row, fill=nothing), nothing)
     return Slots(block_ids, gather(offsets, row))
+
+
+def _forget_moved(
+    metadata: Metadata,
+    batch: Batch,
+    start: jax.Array,  # i32[B], tokens before the step
+    rows: jax.Array,  # i32[B, P]
+    is_kept: jax.Array,  # bool[B]
+) -> Metadata:
+    """Forget the observed queries of rows that move to other positions."""
+    place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    num_unmoved = jnp.sum(rows == place, axis=1, dtype=jnp.int32)
+    pruned = metadata.sequences.pruned
+    ends = pruned.positions_of(batch.seq_ids, start + num_unmoved)
+    row = jnp.where(is_kept, batch.seq_ids, metadata.max_sequences)
+    return forget_queries(metadata, row, ends)
 
 
 def _as_step(

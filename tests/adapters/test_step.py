@@ -116,6 +116,33 @@ def test_rows_in_any_layout_and_under_vmap(way):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("way", ["query heads", "rows outside"])
+def test_as_many_rows_as_mapped_heads(way):
+    """Axes that share keys are heads, and of the others the outermost are rows."""
+    num_rows = {"query heads": GROUPS, "rows outside": KV_HEADS}[way]
+    cache, opened = jkv.allocate(jkv.init(CONFIG), [0])
+    cache, batch = jkv.append(cache, opened.seq_ids, num_rows, capacity=num_rows)
+    queries, keys, values = (each[:num_rows] for each in make_rows())
+    wanted = jkv.attend(jkv.write(cache, 0, batch, keys, values), 0, batch, queries)
+    step = jkv.Step(cache, batch)
+    groups = queries.reshape(num_rows, KV_HEADS, GROUPS, DIM)
+
+    def attend(*rows):
+        return step.attend(*(each[None] for each in rows))[0]
+
+    if way == "query heads":  # [G, R, K, D]
+        mapped = jax.vmap(jax.vmap(attend), in_axes=(2, None, None), out_axes=2)
+        heads = mapped(groups, keys, values)
+    else:  # [R, K, G, D]
+        heads = jax.vmap(by_kv_head(step.attend))(groups, keys, values)
+    assert_close(heads.reshape(num_rows, HEADS, DIM), wanted)
+
+
+def by_kv_head(attend):
+    """Map one row over its kv heads."""
+    return jax.vmap(lambda q, k, v: attend(q[None], k[None, None], v[None, None])[0])
+
+
 def test_sinks_are_mapped_with_their_heads():
     sinks = jnp.asarray(SINKS).reshape(KV_HEADS, GROUPS)
 

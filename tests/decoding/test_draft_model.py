@@ -3,6 +3,8 @@
 The distributions come from two independent tables, small enough to compute by hand.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ from test_generation import (
 )
 
 import jkv
+from jkv import decoding
 from jkv.decoding import DraftModel, Sampling
 
 pytestmark = pytest.mark.one_end
@@ -223,6 +226,56 @@ def chi_squared(found, expected):
     return float(((counts[is_possible] - wanted) ** 2 / wanted).sum())
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Picky:
+    """A drafter that drops a sequence's tokens depending on the ones drawn."""
+
+    stops: bool = dataclasses.field(metadata={"static": True})  # by `keep`
+    cost: float = dataclasses.field(metadata={"static": True})
+    num_tokens = 2
+    groups = aux_layers = ()
+
+    def update(self, cache, *_):
+        return cache
+
+    def draft(self, cache, step):
+        even = jnp.zeros((step.newest.shape[0], 2))
+        likes = step.choose(0, even) == 0
+        step.choose(1, even, keep=likes if self.stops else None)
+        tokens, counts = step.drafted
+        return cache, tokens, counts if self.stops else jnp.where(likes, counts, 0)
+
+
+def toss(_, tokens, cache, batch, *, all_rows=False):
+    """A model of two equally likely tokens."""
+    logits = jnp.zeros((tokens.shape[0], 2))
+    return (logits if all_rows else logits[: batch.seq_ids.shape[0]]), cache
+
+
+# Single draft tokens do not pay at a cost of 2.5.
+@pytest.mark.further
+@pytest.mark.parametrize(("stops", "cost"), [(False, 1.0), (True, 2.5)])
+def test_dropped_draft_tokens_do_not_change_the_distribution(stops, cost):
+    count, new = 256, 20
+    config = jkv.CacheConfig.toy(
+        num_blocks=8 * count, max_sequences=count, max_context_length=32
+    )
+    result = jkv.jitted.generate(
+        toss,
+        None,
+        jkv.init(config),
+        np.zeros((count, 1), np.int32),
+        max_new_tokens=new,
+        row_counts=(count,),
+        sampling=Sampling(temperature=1.0, seeds=3),
+        speculate=Picky(stops, cost),
+    )[1]
+    assert int(result.statistics.accepted_tokens) > 500
+    share = np.mean(np.asarray(result.tokens) == 0)
+    assert abs(share - 0.5) < 4 * 0.5 / np.sqrt(count * new)
+
+
 def test_different_vocabularies_are_refused():
     draft = DraftModel(
         model=table_model, params=jnp.zeros((6, 6)), config=fresh_config(), cost=1.0
@@ -235,3 +288,28 @@ def test_different_vocabularies_are_refused():
             WANTED,
             fresh_cache(drafter=draft),
         )
+
+
+def follows_scan(params, tokens, cache, batch, **options):
+    """A model that scans over its layers, so it must get only its own."""
+    assert len(cache.layer_groups) == fresh_config().num_layers
+    return attention_model(params, tokens, cache, batch, **options)
+
+
+@pytest.mark.further
+def test_prefill_updates_the_drafter():
+    """All drafts of a copy of the target are accepted, so it has read the prompt."""
+    drafter = dataclasses.replace(DRAFT, params=attention_params())
+    prompts = padded([[3, 1, 4, 1, 5, 9, 2, 6, 3, 5, 8, 9]], 1)
+
+    @jax.jit
+    def run(params, cache, drafter):
+        sizes = dict(max_new_tokens=12, row_counts=(16,))
+        cache, state = decoding.prefill(
+            follows_scan, params, cache, prompts, speculate=drafter, **sizes
+        )
+        return decoding.decode(follows_scan, params, cache, state, speculate=drafter)
+
+    _, state = run(attention_params(), fresh_cache(drafter=drafter), drafter)
+    counts = state.result.statistics
+    assert int(counts.draft_tokens) == int(counts.accepted_tokens) > 5

@@ -259,6 +259,30 @@ def test_extended_sequences_recompute_their_last_token(records):
     assert int(result.statistics.draft_tokens) > 0
 
 
+@pytest.mark.further
+def test_a_window_of_plain_steps_leaves_only_its_own_keys_unwritten():
+    """The first step with the drafter writes the newest token's key."""
+    options = dict(max_new_tokens=NEW, max_running=2, row_counts=(16,), num_samples=2)
+    prompt, model, params = PROMPTS[0], attention_model, attention_params()
+    decode = jax.jit(jkv.decoding.decode, static_argnums=0)
+    cache = fresh_cache()
+    state = jkv.decoding.begin(
+        model, params, cache, [prompt], speculate=DRAFTER, **options
+    )
+    given = model, params
+    cache, state = decode(*given, cache, state, num_steps=np.int32(3))
+    plain = int(jkv.context_lengths(cache)[state.seq_ids[1]])
+    num_steps = np.int32(1)
+    cache, state = decode(*given, cache, state, num_steps=num_steps, speculate=DRAFTER)
+    keys, _, length = jkv.read(cache, LAYER, state.seq_ids[1])
+    is_unknown = np.isnan(np.asarray(keys[: int(length)])).all(axis=(1, 2))
+    assert len(prompt) <= plain < int(length)
+    assert is_unknown.tolist() == [True] * plain + [False] * (int(length) - plain)
+    wanted = continue_densely(prompt, count=NEW)
+    for new, count in zip(state.result.tokens, state.result.lengths, strict=True):
+        assert new[:count].tolist() == wanted[:count]
+
+
 def test_wrong_drafters_and_caches_are_refused_by_name():
     params, plain = attention_params(), jkv.init(CONFIG)
 
@@ -285,6 +309,8 @@ def test_wrong_drafters_and_caches_are_refused_by_name():
         ("num_tokens", 0, "num_tokens must be"),
         ("aux_layers", (-1,), "aux_layers must be"),
         ("cost", 9.0, "cost must be"),
+        ("groups", (3,), "groups must be a tuple"),
+        ("groups", DRAFTER.config, "groups must be a tuple"),
     ]:
 
         class Changed(Following):
@@ -300,3 +326,52 @@ def test_wrong_drafters_and_caches_are_refused_by_name():
             object.__setattr__(drafter, "cost", 1.0)
         with pytest.raises(jkv.UsageError, match=words):
             jkv.with_drafter(CONFIG, drafter)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (lambda *_: None, r"draft of Drafting must return .* got NoneType"),
+        (lambda cache, _: (cache, 0), r"draft of Drafting must return .* got \(Cache"),
+        (lambda _, step: step.choose(0, [0.0]), "draft logits must be an array"),
+        (lambda _, step: step.choose(0, np.zeros(3)), r"draft logits must be .*, V\]"),
+        (lambda _, step: step.choose(1, None), "index must be 0"),
+        (
+            lambda _, step: [step.choose(i, np.zeros((1, 19), "f4")) for i in range(3)],
+            "call choose at most num_tokens=2 times",
+        ),
+    ],
+)
+def test_wrong_results_of_drafters_are_refused(returned, text):
+    class Drafting(jkv.PromptLookup):
+        def draft(self, cache, step):
+            return returned(cache, step)
+
+    fields = [each.name for each in dataclasses.fields(Drafting)]
+    jax.tree_util.register_dataclass(Drafting, [], fields)
+    drafter, params = Drafting(num_tokens=2, cost=1.0), attention_params()
+    options = dict(max_new_tokens=4, row_counts=(8,), speculate=drafter)
+    with pytest.raises(jkv.UsageError, match=text):
+        jkv.generate(attention_model, params, jkv.init(CONFIG), [[1, 2]], **options)
+
+
+def test_other_auxiliary_layers_are_refused():
+    begin, decode = jkv.decoding.begin, jkv.decoding.decode
+    options = dict(max_new_tokens=4, row_counts=(8,))
+    given = attention_model, attention_params()
+
+    class Fewer(Following):
+        aux_layers = (1,)
+
+    class Beyond(Following):
+        aux_layers = (1, 7)
+
+    for kind in (Fewer, Beyond):
+        fields = [each.name for each in dataclasses.fields(kind)]
+        jax.tree_util.register_dataclass(kind, ["params"], fields[1:])
+    state = begin(*given, fresh_cache(), [[1, 2]], speculate=DRAFTER, **options)
+    with pytest.raises(jkv.UsageError, match=r"aux_layers of speculate must be \(1, 2"):
+        decode(*given, fresh_cache(), state, speculate=make_following(Fewer, **SIZES))
+    with pytest.raises(jkv.UsageError, match=r"must be in 0..2, .* got \(1, 7\)"):
+        drafter = make_following(Beyond, **SIZES)
+        begin(*given, fresh_cache(), [[1, 2]], speculate=drafter, **options)

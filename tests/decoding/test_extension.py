@@ -224,3 +224,70 @@ def test_speculation_preserves_tokens_of_open_sequences():
     assert second.tokens[0, 0] == 16
     assert int(second.statistics.prompt_tokens) == 2
     assert FinishReason.OUT_OF_BLOCKS in second.reasons.tolist()
+
+
+def noisy_params():
+    """Return weights that predict about half of the target's tokens."""
+    rng = np.random.default_rng(0)
+    noise = np.float32(0.15)
+    return jax.tree.map(
+        lambda x: x + noise * rng.standard_normal(x.shape, np.float32),
+        attention_params(),
+    )
+
+
+SIZES = dict(
+    num_layers=LAYERS,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    num_blocks=24,
+    block_size=4,
+    max_sequences=2,
+    max_context_length=CONTEXT,
+)
+DRAFTERS = {
+    "lookup": jkv.PromptLookup(num_tokens=3, min_ngram=1, cost=1.0),
+    "draft model": jkv.DraftModel(
+        model=attention_model,
+        params=noisy_params(),
+        config=jkv.CacheConfig(**SIZES, dtype="float32", pruning=True),
+        num_tokens=3,
+        cost=1.0,
+    ),
+}
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_speculation_preserves_pruned_sequences(name):
+    """Positions differ from slots; the context fills up behind the dropped tokens."""
+    speculate, params = DRAFTERS[name], attention_params()
+    config = jkv.CacheConfig(**SIZES, dtype="float32", pruning=True)
+    found = []
+    for drafter in (None, speculate):
+        cache = jkv.init(jkv.with_drafter(config, drafter) if drafter else config)
+        cache, opened = jkv.allocate(cache, [0, 0])
+        texts = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1]] * 2)
+        answers, options = [], dict(max_new_tokens=14, row_counts=(12,))
+        for turn in range(2):
+            given = attention_model, params, cache, opened.seq_ids, texts
+            cache, answer = jkv.jitted.extend(*given, speculate=drafter, **options)
+            jkv.check(cache)
+            answers.append((answer, jkv.context_lengths(cache)))
+            if turn == 0:
+                kept = [[*range(4), *range(12, 20)], [*range(16)]]
+                kept[0] += [20] * 4  # ignored
+                cache, status = jkv.prune(cache, opened.seq_ids, kept, [12, 16])
+                assert status.tolist() == [0, 0]
+                texts = np.where([[True] * 6 + [False] * 6] * 2, texts, -1)
+        found.append([*answers, jkv.next_positions(cache)])
+    pairs = zip(found[0][:2], found[1][:2], strict=True)
+    for (plain, lengths), (drafted, others) in pairs:
+        assert drafted.tokens.tolist() == plain.tokens.tolist()
+        assert drafted.reasons.tolist() == plain.reasons.tolist()
+        assert others.tolist() == lengths.tolist()
+    assert found[1][2].tolist() == found[0][2].tolist()
+    answer = found[1][1][0]
+    assert found[0][2][0] > CONTEXT
+    assert FinishReason.CONTEXT_FULL in answer.reasons.tolist()
+    assert int(answer.statistics.accepted_tokens) > 0

@@ -5,6 +5,7 @@ import re
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -15,6 +16,7 @@ from jkv import decoding
 from jkv.decoding import Sampling, spread_seeds
 from jkv.decoding.sampling import draws
 from jkv.decoding.sampling.draws import find_best
+from jkv.status import UsageError
 
 # Compiled once per shape, for any parameters.
 filter_logits = jax.jit(decoding.filter_logits)
@@ -430,3 +432,37 @@ def test_large_logits_are_searched_row_by_row_on_a_cpu(monkeypatch):
     np.testing.assert_array_equal(jax.jit(remove)(logits), at_once)
     loops = [str(jax.make_jaxpr(remove)(logits[:n])).count("scan[") for n in (1, 5)]
     assert loops == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: decoding.sample(jnp.zeros(5), Sampling()), r"logits must be \[B, V\]"),
+        (
+            lambda: decoding.filter_logits(jnp.zeros(5), Sampling()),
+            r"logits must be \[B, V\]",
+        ),
+        (lambda: decoding.sample(jnp.zeros((2, 0)), Sampling()), "at least one token"),
+        (
+            lambda: decoding.sample(jnp.zeros((2, 5)), Sampling(), jnp.zeros(3, int)),
+            "counts",
+        ),
+        (
+            lambda: decoding.sample(
+                jnp.zeros((2, 5)), Sampling(), seen=jnp.zeros((2, 4), bool)
+            ),
+            r"seen must be bool\[B, V\] with B = 2, V = 5",
+        ),
+        (lambda: spread_seeds(1.5, 3), "one integer of 32 bits, .* got 1.5"),
+        (lambda: spread_seeds(2**40 + 7, 3), "one integer of 32 bits"),
+        (lambda: spread_seeds(1, -1), "count must be a static int of at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(call, text):
+    with pytest.raises(UsageError, match=text):
+        call()
+
+
+def test_no_rows_are_sampled():
+    tokens, logprobs = sample(jnp.zeros((0, 4)), Sampling(temperature=1.0))
+    assert tokens.shape == logprobs.shape == (0,)

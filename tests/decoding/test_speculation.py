@@ -222,7 +222,9 @@ def test_steps_with_few_draft_tokens_have_few_rows():
     [
         (dict(num_tokens=0), "num_tokens must be an int of at least 1"),
         (dict(max_ngram=1), "min_ngram <= max_ngram"),
+        (dict(max_ngram=2.5), "max_ngram must be a static int"),
         (dict(num_tokens=2, cost=3.0), "from 1 to below num_tokens"),
+        (dict(cost=jnp.float32(2)), "cost must be a static number"),
     ],
 )
 def test_invalid_lookup_options_are_refused(options, text):

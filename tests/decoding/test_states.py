@@ -5,6 +5,10 @@ The next token is an exact function of all tokens before it.
 these tests use prompts of their own.
 """
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import further
@@ -16,7 +20,7 @@ from support.states.folding_loops import (
     generate,
     padded,
 )
-from support.states.folding_model import make_config
+from support.states.folding_model import MODELS, continue_prompt, make_config
 
 import jkv
 from jkv.decoding import PromptLookup
@@ -150,3 +154,43 @@ def test_debug_mode_checks_state_writes():
         jkv.check(cache)
     assert "written to all layers" in str(found.value)
     assert "write_state to layer 0 for the second time" in str(found.value)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Until(jkv.LogitsProcessor):
+    """Mask every token after `most` tokens."""
+
+    most: int = dataclasses.field(metadata={"static": True})
+
+    def begin(self, variants, _prompts):
+        return jnp.zeros(variants.shape, jnp.int32)
+
+    def process(self, state, logits):
+        return jnp.where((state >= self.most)[:, None], -jnp.inf, logits)
+
+    def advance(self, state, tokens):
+        return state + (tokens >= 0).astype(jnp.int32)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("kind", ["state", "window"])
+def test_a_refused_last_token_leaves_the_cache_of_a_plain_step(kind):
+    """Also with draft tokens behind it: they are rolled back, and it stays."""
+    text, found = [0, 1, 2, 3, 4, 3, 2, 1, 0, 1, 2, 3, 4, 0], []
+    for speculate in (None, PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)):
+        sizes = dict(pending=3, num_snapshots=0, every=None) if kind == "state" else {}
+        cache = jkv.init(make_config(kind, caching=False, **sizes))
+        cache, opened = jkv.allocate(cache, [0])
+        options = dict(logits_processor=Until(4), speculate=speculate, max_new_tokens=9)
+        cache, answer = jkv.jitted.extend(
+            MODELS[kind], None, cache, opened.seq_ids, [text], **options
+        )
+        assert answer.reasons.tolist() == [jkv.FinishReason.NOTHING_ALLOWED]
+        assert int(jkv.context_lengths(cache)[0]) == len(text) + 4
+        new = answer.tokens[0, :4].tolist()
+        assert new == continue_prompt(text, 4, kind)
+        cache, after = extend(kind, 3, cache, opened.seq_ids, np.array([[1]]))
+        assert after.tokens[0].tolist() == continue_prompt([*text, *new, 1], 3, kind)
+        found.append(int(answer.statistics.draft_tokens))
+    assert found[1] > found[0] == 0

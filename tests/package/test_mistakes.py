@@ -278,7 +278,7 @@ class TestOptions:
             )
 
     def test_model_and_params_swapped(self):
-        with pytest.raises(ValueError, match=r"were they swapped\? got dict"):
+        with pytest.raises(ValueError, match=r"were they swapped\?\), got dict"):
             jkv.generate(
                 {}, TestModels.last_rows, small_cache(), [[1]], max_new_tokens=2
             )

@@ -80,6 +80,43 @@ def test_verbs_keep_drop_and_copy_queries():
     jkv.check(cache)
 
 
+def append_tree(cache, seq_id):
+    """Append a path of three rows as a tree, which observes nothing."""
+    tree = jkv.TreeMask(np.int32([-1, 0, 1]))
+    cache, batch = jkv.append(cache, [seq_id], 3, capacity=3, mask=tree)
+    cache = jkv.observe(cache, 0, batch, draw(3))
+    return jkv.keep_rows(cache, batch, np.int32([[0, 1, 2]]))[0]
+
+
+def test_other_tokens_at_old_positions_have_no_queries():
+    """Not after `truncate`, `fork` to a length, a rotating `prune` and `keep_rows`."""
+    cache, _ = jkv.allocate(jkv.init(CONFIG), [0])
+    queries = draw(12)
+    cache = observe(cache, [0], 12, queries)
+    cache, forked = jkv.fork(cache, [0], [9])
+    child = int(forked.seq_ids[0])
+    assert_observed(cache, {0: queries, child: queries[8:9]})
+    assert_observed(append_tree(cache, child), {0: queries, child: []})
+
+    shorter, _ = jkv.truncate(cache, [0], [9])
+    assert_observed(shorter, {0: queries[8:9]})
+    assert_observed(append_tree(shorter, 0), {0: []})
+
+    kept = [[*range(4), *range(6, 12)]]
+    rotated, status = jkv.prune(cache, [0], kept, 10, rotate=lambda keys, *_: keys)
+    assert status.tolist() == [0]
+    assert_observed(rotated, {0: []})
+
+    cache, batch = jkv.append(cache, [0], 3, capacity=3)
+    for layer in range(LAYERS):
+        cache = jkv.observe(cache, layer, batch, draw(3) + layer)
+    moved, _, status = jkv.keep_rows(cache, batch, np.int32([[0, 2, -1]]))
+    assert status.tolist() == [0]
+    assert_observed(moved, {0: []})
+    moved, _, _ = jkv.keep_rows(cache, batch, np.int32([[0, 1, -1]]))
+    assert_observed(moved, {0: [*queries[11:], *draw(3)[:2]]})
+
+
 def test_caches_without_observed_queries_are_returned():
     windowed = jkv.CacheConfig.toy(observed_queries=2, sliding_window=8)
     for config in (jkv.CacheConfig.toy(), windowed):

@@ -82,6 +82,9 @@ class Drafter(Protocol):
     def draft(self, cache: Cache, step: Any) -> tuple[Cache, jax.Array, jax.Array]:
         """Return the cache, draft tokens, i32[B, k], and their counts, i32[B].
 
+        After `step.choose` or `step.decode` return `step.drafted`: the tokens drawn and
+        their counts stand. `choose(keep=)` ends the draft tokens of a sequence earlier.
+
         Args:
           cache: with the rows of the step appended, if the drafter has groups.
           step: a `DraftStep`.
@@ -120,19 +123,56 @@ def check_drafter(drafter: Any) -> None:
             f"DraftModel or one of jkv.drafters, or None; got {drafter!r:.80}{lacks}"
         )
     check_sizes(drafter.num_tokens, drafter.cost)
-    numbers = drafter.aux_layers
+    check_aux_layers(drafter.aux_layers)
+    kinds, groups = CacheConfig | StateConfig, drafter.groups
+    if not isinstance(groups, tuple) or any(not isinstance(i, kinds) for i in groups):
+        raise UsageError(
+            f"groups must be a tuple of jkv.CacheConfig and jkv.StateConfig, the sizes "
+            f"of the drafter's own layers, () for none, got {groups!r:.80}"
+        )
+
+
+def check_aux_layers(numbers: Any) -> None:
+    """Refuse another value than a tuple of layer numbers."""
     is_tuple = isinstance(numbers, tuple)
-    if not is_tuple or any(not isinstance(i, int) or i < 0 for i in numbers):
+    if not is_tuple or any(type(i) is not int or i < 0 for i in numbers):
         raise UsageError(
             f"aux_layers must be a tuple of layer numbers, ints from 0 to the number "
             f"of layers of the target, got {numbers!r}"
         )
 
 
+def check_returned(drafter: Drafter, answer: Any) -> Cache:
+    """Return the cache of `Drafter.update`; refuse another value."""
+    if not isinstance(answer, Cache):
+        raise UsageError(
+            f"update of {type(drafter).__name__} must return the cache, as its last "
+            f"write returned it, got {type(answer).__name__}"
+        )
+    return answer
+
+
+def check_draft(drafter: Drafter, answer: Any) -> None:
+    """Refuse another result of `Drafter.draft` than a cache and two arrays."""
+    if isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[0], Cache):
+        return
+    found = type(answer).__name__
+    if isinstance(answer, tuple):
+        found = f"({', '.join(type(part).__name__ for part in answer)})"
+    raise UsageError(
+        f"draft of {type(drafter).__name__} must return (cache, tokens, counts), the "
+        f"tokens i32[B, k] and the counts i32[B], got {found}"
+    )
+
+
 def check_sizes(num_tokens: int, cost: float) -> None:
     """Refuse a number of draft tokens or a cost that never pays."""
-    if not isinstance(num_tokens, int) or num_tokens < 1:
+    if type(num_tokens) is not int or num_tokens < 1:
         raise UsageError(f"num_tokens must be an int of at least 1, got {num_tokens!r}")
+    if not isinstance(cost, int | float):
+        raise UsageError(
+            f"cost must be a static number, got {cost!r}; pass float(cost)"
+        )
     if not 1 <= cost < num_tokens + 1:
         raise UsageError(
             f"cost must be from 1 to below num_tokens + 1, the most tokens of a step, "
@@ -144,7 +184,9 @@ def with_drafter(config: Config, drafter: Drafter) -> GroupedConfig:
     """Return a target's configuration with the layers of a drafter.
 
     The drafter's groups come after the target's, and its layers are numbered after the
-    target's. A request is then served in all groups or in none.
+    target's. A request is then served in all groups or in none. Loops without the
+    drafter (`beam_search`, or no `speculate`) do not write its layers: the outputs are
+    right, but later drafts for these tokens and their prefix cache hits may be worse.
 
     Args:
       config: the target's sizes.
@@ -280,7 +322,8 @@ class Follower(NamedTuple):
         """Update the drafter with the rows of a step, and return the cache."""
         drafter = self.drafter
         if not drafter.groups:
-            return drafter.update(cache, batch, tokens, hidden, self.previous)
+            after = drafter.update(cache, batch, tokens, hidden, self.previous)
+            return check_returned(drafter, after)
         if drafter.aux_layers:
             first = jnp.where(
                 self.is_stored & (batch.query_lengths > 0),
@@ -290,7 +333,8 @@ class Follower(NamedTuple):
             is_first = jnp.zeros((batch.num_rows,), bool)
             batch = batch.without_slots(is_first.at[first].set(True, mode="drop"))
         batch = dataclasses.replace(batch, is_draft=True)
-        return drafter.update(cache, batch, tokens, hidden, self.previous)
+        after = drafter.update(cache, batch, tokens, hidden, self.previous)
+        return check_returned(drafter, after)
 
     def read_last(self, batch: Batch, hidden: jax.Array) -> jax.Array:
         """Return the hidden states of each request's last row, f32[B, A]."""

@@ -67,9 +67,9 @@ class Model(Protocol):
 def check_model(model: object, params: object) -> None:
     """Raise UsageError if a model is not callable."""
     if not callable(model):
-        swapped = ", as its params are: were they swapped?" if callable(params) else ""
+        swapped = ", as its params are (were they swapped?)" if callable(params) else ""
         raise UsageError(
-            f"model must be callable as model(params, tokens, cache, batch){swapped} "
+            f"model must be callable as model(params, tokens, cache, batch){swapped}, "
             f"got {type(model).__name__}; the order is model, params, cache"
         )
 
@@ -102,7 +102,17 @@ def call_model(
         _check_takes(model, "aux_layers", _NEEDS_HIDDEN)
         options["aux_layers"] = aux_layers
     call: Any = model
-    answer = call(params, tokens, cache, batch, **options)
+    try:
+        answer = call(params, tokens, cache, batch, **options)
+    except (IndexError, KeyError) as error:
+        num_layers = len(cache.layer_groups)
+        if max(aux_layers, default=0) <= num_layers:
+            raise
+        raise UsageError(
+            f"aux_layers of the drafter must be in 0..{num_layers}, the layers of the "
+            f"target and the output of its final norm, got {aux_layers}; use a drafter "
+            f"for this model"
+        ) from error
     count = 3 if aux_layers else 2
     is_right = isinstance(answer, tuple) and len(answer) == count
     if not is_right or not isinstance(answer[1], Cache):
@@ -323,7 +333,7 @@ class GenerationConfig:
         requests and R rows, 64 and 64 for True, and costs as much.
       press: a rule of `jkv.press` that prunes each prompt to `budget` tokens once it is
         computed (KV cache compression); needs `CacheConfig(pruning=True)`. The rule
-        gets keys and values, no queries. None keeps all tokens.
+        gets keys, values and the observed queries, if any. None keeps all tokens.
       budget: tokens of each layer and head that a pressed prompt keeps, with `press`.
       roll: `jkv.Roll`, dropping the oldest tokens of a sequence that fills the longest
         context; needs `CacheConfig(pruning=True)`. None ends it with CONTEXT_FULL.

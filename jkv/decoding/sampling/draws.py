@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.arguments import expect, explains_arguments
+from jkv.arguments import expect, explains_arguments, name_kind
 from jkv.operations import while_loop
 from jkv.status import UsageError
 
@@ -184,20 +184,35 @@ def spread_seeds(seed: Any, count: int) -> Any:
       i32[count], in numpy unless the seed is a JAX array.
 
     Raises:
-      ValueError: for a seed that is not one number.
+      ValueError: for a seed that is not one integer of 32 bits.
 
     Example:
       >>> from jkv.decoding import spread_seeds
       >>> spread_seeds(7, 3).tolist()
       [7, -2065701882, -506330980]
     """
+    if not isinstance(count, int) or count < 0:
+        raise UsageError(f"count must be a static int of at least 0, got {count!r}")
     xp: Any = jnp if isinstance(seed, jax.Array) else np
+    _check_seed(xp.asarray(seed))
     # The bits of a negative number, or of an unsigned one.
     first = xp.asarray(seed).reshape(1)
     first = first.astype(np.int64 if xp is np else first.dtype).astype(np.uint32)
     index = xp.arange(count, dtype=np.uint32)
     seeds = xp.where(index == 0, first, _mix(_mix(first) + index))
     return seeds.astype(np.uint32).view(np.int32)
+
+
+def _check_seed(seed: Any) -> None:
+    """Refuse several numbers, and seeds that would lose bits."""
+    fits = jnp.issubdtype(seed.dtype, jnp.integer) and seed.size == 1
+    if fits and isinstance(seed, np.ndarray):
+        fits = -(2**31) <= int(seed.item()) < 2**32
+    if not fits:
+        raise UsageError(
+            f"seed must be one integer of 32 bits, from -2^31 to below 2^32, got "
+            f"{seed if isinstance(seed, np.ndarray) else name_kind(seed)}"
+        )
 
 
 def _mix(bits: Any) -> Any:
@@ -247,8 +262,20 @@ def filter_logits(
       ...     jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
       [[-inf, 0.0, -2.0]]
     """
+    _check_logits(logits, seen)
     rows = by_row(sampling, logits.shape[0])
     return filter_rows(logits.astype(jnp.float32), rows, seen)
+
+
+def _check_logits(logits: jax.Array, seen: jax.Array | None) -> None:
+    """Refuse logits of another rank, no tokens, and other shapes of `seen`."""
+    sizes = expect("logits", logits, "B V")
+    if not sizes["V"]:
+        raise UsageError(
+            "logits must have at least one token, got f32[B, V] with V = 0"
+        )
+    if seen is not None:
+        expect("seen", seen, "B V", sizes, jnp.bool_, why="as the logits")
 
 
 class PerRow(NamedTuple):
@@ -452,8 +479,14 @@ def sample(
       >>> tokens.tolist(), round(float(jnp.exp(logprobs[0])), 3)
       ([1], 0.7)
     """
-    rows = by_row(sampling, logits.shape[0])
-    counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), rows.seeds.shape)
+    _check_logits(logits, seen)
+    num_rows, counts = logits.shape[0], jnp.asarray(counts)
+    why = "one number, or one for each row"
+    expect("counts", counts, "B |", {"B": num_rows}, jnp.integer, why=why)
+    rows = by_row(sampling, num_rows)
+    if num_rows == 0:
+        return jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.float32)
+    counts = jnp.broadcast_to(counts.astype(jnp.int32), (num_rows,))
     return _sample(logits.astype(jnp.float32), rows, counts, seen)
 
 

@@ -57,8 +57,7 @@ class HiddenRows(NamedTuple):
 
     def forget(self, sequences: jax.Array) -> "HiddenRows":
         """Forget sequences, i32[K], that are replaced by new ones."""
-        passes = jnp.any(self.sequences[:, None] == sequences[None], axis=1)
-        return self._replace(sequences=jnp.where(passes, NO_SEQUENCE, self.sequences))
+        return self._replace(sequences=without(self.sequences, sequences))
 
     def read(
         self, state: GenerationState, active: ActiveSequences
@@ -99,6 +98,12 @@ class HiddenRows(NamedTuple):
             lengths=jnp.where(has_rows, lengths, self.lengths),
             prompt_ends=ends,
         )
+
+
+def without(known: jax.Array, sequences: jax.Array) -> jax.Array:
+    """Return the known sequences, i32[W], with -1 for those in `sequences`, i32[K]."""
+    is_replaced = jnp.any(known[:, None] == sequences[None], axis=1)
+    return jnp.where(is_replaced, NO_SEQUENCE, known)
 
 
 def can_recall(cache: Cache, *, opens: bool) -> bool:

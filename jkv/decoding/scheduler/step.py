@@ -86,8 +86,11 @@ def advance(
     cache, computed = _compute_rows(
         runner, cache, state, active, counts, logits, follower
     )
-    if hidden is not None and computed.hidden is not None:
-        hidden = hidden.note(state, active, computed.num_rows, computed.hidden)
+    if hidden is not None:
+        rows = computed.hidden
+        if rows is None:  # a step without the drafter
+            rows = jnp.zeros_like(hidden.rows)
+        hidden = hidden.note(state, active, computed.num_rows, rows)
     state = count_step(cache, state, active, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = active.done + computed.num_rows == active.sequence_lengths

@@ -10,7 +10,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, LayerGroups, as_grouped
 from jkv.config.state_config import StateConfig
 from jkv.decoding.model.drafter import check_sizes, own_layers, rejoin, static
-from jkv.decoding.model.steps import Model, call_model
+from jkv.decoding.model.steps import Model, call_model, check_model
 from jkv.state import Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.attending import plan_attention
@@ -77,6 +77,7 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         check_sizes(self.num_tokens, self.cost)
+        check_model(self.model, None)
         if not isinstance(self.config, CacheConfig | StateConfig | GroupedConfig):
             raise UsageError(
                 f"config must be a jkv.CacheConfig or jkv.GroupedConfig, the sizes of "

@@ -2,7 +2,8 @@
 
 The loop owns sampling, logits processors, and the distribution that a draft token is
 drawn from, which verification needs. A drafter passes logits to `choose` and gets
-tokens.
+tokens. A drawn token must be verified whatever it is, or its distribution would change;
+so a drafter stops before a draw, with `choose(keep=)`.
 
 Symbols: W places, K draft tokens of each, V vocabulary size, A width of the hidden
 states.
@@ -106,12 +107,16 @@ class DraftStep:
         state = self._state
         return find_sequences(state.prompts, state.result, state.places.sequences)
 
-    def choose(self, index: int, logits: jax.Array) -> jax.Array:
+    def choose(
+        self, index: int, logits: jax.Array, keep: jax.Array | None = None
+    ) -> jax.Array:
         """Choose draft tokens from logits, as the loop chooses tokens.
 
         Args:
           index: the number of the draft token, from 0, each once and in order.
           logits: f32[W, V].
+          keep: bool[W], False ends the draft tokens of a sequence before this one, for
+            example by the confidence of `logits`. None keeps all.
 
         Returns:
           i32[W], the tokens.
@@ -119,14 +124,22 @@ class DraftStep:
         Raises:
           UsageError: for another index, or logits of another vocabulary.
         """
-        if index != self._num_chosen or index >= self.num_tokens:
+        if self._num_chosen >= self.num_tokens:
             raise UsageError(
-                f"index must be {self._num_chosen}, each of {self.num_tokens} draft "
-                f"tokens once and in order, got {index}"
+                f"all {self.num_tokens} draft tokens were chosen; call choose at most "
+                f"num_tokens={self.num_tokens} times, got index {index}"
+            )
+        if index != self._num_chosen:
+            raise UsageError(
+                f"index must be {self._num_chosen}, the number of draft tokens chosen "
+                f"so far, got {index}; choose each once and in order"
             )
         chosen = self._begin() if self._chosen is None else self._chosen
+        if keep is not None:
+            sizes, why = {"B": self.newest.shape[0]}, "an entry for each sequence"
+            expect("keep", keep, "B", sizes, jnp.bool_, why=why)
         self._num_chosen += 1
-        self._chosen, tokens = self._choose(chosen, jnp.int32(index), logits)
+        self._chosen, tokens = self._choose(chosen, jnp.int32(index), logits, keep)
         return tokens
 
     def decode(
@@ -170,16 +183,18 @@ class DraftStep:
     def finish(
         self, tokens: jax.Array, counts: jax.Array
     ) -> tuple[DraftTokens, jax.Array | None]:
-        """Check a drafter's results, and return them with their logits, if any."""
+        """Check a drafter's results, and return them with their logits, if any.
+
+        Tokens and counts of `choose` and `decode` stand, whatever the drafter returns:
+        counts may depend on the tokens drawn, and would change their distribution.
+        """
         sizes, most = {"B": self.newest.shape[0], "k": self.num_tokens}, self.counts
         why = "one row for each sequence of the step, one entry for each draft token"
         expect("draft tokens", tokens, "B k", sizes, jnp.integer, why=why)
         expect("counts of draft tokens", counts, "B", sizes, jnp.integer, why=why)
         logits, counts = None, jnp.clip(counts.astype(jnp.int32), 0, most)
         if self._chosen is not None:
-            # The tokens must be the ones that were drawn.
-            tokens, logits = self._chosen.tokens, self._chosen.logits
-            counts = jnp.minimum(counts, self._chosen.counts)
+            tokens, counts, logits, _ = self._chosen
         tokens = tokens.astype(jnp.int32)
         is_known = (tokens >= 0) & (tokens < self._state.seen.shape[1])
         leading = jnp.cumprod(is_known.astype(jnp.int32), axis=1)
@@ -198,18 +213,25 @@ class DraftStep:
         )
 
     def _choose(
-        self, chosen: Chosen, index: jax.Array, logits: jax.Array
+        self,
+        chosen: Chosen,
+        index: jax.Array,
+        logits: jax.Array,
+        keep: jax.Array | None = None,
     ) -> tuple[Chosen, jax.Array]:
         """Choose one token of each place, i32[W]."""
         num_places, vocabulary = self._state.seen.shape
-        if logits.shape != (num_places, vocabulary):
+        why = "a row for each sequence"
+        expect("draft logits", logits, "B V", {"B": num_places}, jnp.floating, why=why)
+        if logits.shape[1] != vocabulary:
             raise UsageError(
                 f"the draft model must have the model's vocabulary of {vocabulary} "
-                f"tokens, got logits for {logits.shape[-1]}, of shape "
-                f"{list(logits.shape)} for {num_places} sequences"
+                f"tokens, got logits for {logits.shape[1]}"
             )
-        logits = logits.astype(jnp.float32)
+        logits = jnp.asarray(logits, jnp.float32)
         is_drafted = (index < self.counts) & (chosen.counts == index)
+        if keep is not None:
+            is_drafted &= keep
         processor, state = self._processor, chosen.processor_state
         if processor is not None:
             processor = processor._replace(state=state)

@@ -90,25 +90,25 @@ def limit_draft_tokens(
     places, size = state.places, BlockSize(cache.block_size)
     made = gather(state.result.lengths, places.sequences)
     left = gather(state.prompts.limits, active.prompts) - made
-    room = cache.max_context_length - active.sequence_lengths
+    room = cache.max_context_length - active.slots_at_end
     counts = jnp.clip(jnp.minimum(left - 1, room), 0, counts)
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, counts, 0)
 
     if not active.held.mapped:  # no group of layers has blocks
         return counts
-    columns = blocks.count_columns(active.sequence_lengths, size)
+    columns = blocks.count_columns(active.slots_at_end, size)
     promised = tuple(jnp.maximum(mapped, columns) for mapped in active.held.mapped)
     needs = blocks.subtract(promised, active.held.mapped)
     needs = tuple(jnp.where(is_ready, need, 0) for need in needs)
     slack = blocks.subtract(blocks.count_free_blocks(cache), blocks.total(needs))
-    columns = blocks.count_columns(active.sequence_lengths + counts, size)
+    columns = blocks.count_columns(active.slots_at_end + counts, size)
     more = [jnp.maximum(columns - each, 0) for each in promised]
     fits = blocks.reach(
         slack, tuple(running_sum(jnp.where(is_ready, each, 0)) for each in more)
     )
     owned = functools.reduce(jnp.minimum, promised) * size.tokens
-    owned = jnp.maximum(owned - active.sequence_lengths, 0)
+    owned = jnp.maximum(owned - active.slots_at_end, 0)
     return jnp.where(fits, counts, jnp.minimum(counts, owned))
 
 

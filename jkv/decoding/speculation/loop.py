@@ -16,10 +16,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.drafter import Drafter, SharedLayers, check_drafter
+from jkv.decoding.model.drafter import (
+    Drafter,
+    LayersOfGroups,
+    SharedLayers,
+    check_draft,
+    check_drafter,
+)
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
-from jkv.decoding.scheduler.hidden import HiddenRows, can_recall, follow
+from jkv.decoding.scheduler.hidden import HiddenRows, can_recall, follow, without
 from jkv.decoding.scheduler.state import ActiveSequences, GenerationState
 from jkv.decoding.scheduler.step import advance, schedule
 from jkv.decoding.speculation.draft_step import DraftStep
@@ -35,21 +41,27 @@ from jkv.decoding.speculation.verification import (
     verify_draft_tokens,
 )
 from jkv.operations import gather, when, while_loop
-from jkv.state import NO_SEQUENCE, Batch, Cache
+from jkv.state import Batch, Cache
 from jkv.status import UsageError
 
 
-class SpeculationState(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SpeculationState:
     """Acceptance rates, and the hidden states that a drafter needs."""
 
     pace: Pace
     hidden: HiddenRows | None  # None without auxiliary layers
+    # The drafter's, which give the width of the hidden states; static.
+    aux_layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    # The layers of the target, for steps without the drafter; static.
+    target: LayersOfGroups = dataclasses.field(metadata={"static": True})
 
     def forget(self, sequences: jax.Array) -> "SpeculationState":
         """Forget sequences, i32[K], that are replaced by new ones."""
-        passes = jnp.any(self.pace.sequences[:, None] == sequences[None], axis=1)
-        known = jnp.where(passes, NO_SEQUENCE, self.pace.sequences)
-        return SpeculationState(
+        known = without(self.pace.sequences, sequences)
+        return dataclasses.replace(
+            self,
             pace=self.pace._replace(sequences=known),
             hidden=self.hidden and self.hidden.forget(sequences),
         )
@@ -71,6 +83,7 @@ class _Fixed(NamedTuple):
     runner: Runner
     choice: Choice
     drafter: Drafter
+    drafts: bool  # False for plain steps, which only update the drafter
 
 
 def begin_speculation(
@@ -86,7 +99,7 @@ def begin_speculation(
             "speculate is not supported with exact=, which needs steps of one "
             "shape; omit speculate"
         )
-    SharedLayers.of(cache, drafter)
+    layers = SharedLayers.of(cache, drafter)
     num_places, hidden = state.places.num_places, None
     if drafter.aux_layers:
         width = runner.count_hidden(cache, num_places)
@@ -94,7 +107,13 @@ def begin_speculation(
         recalls = can_recall(cache, opens=state.before is None)
         state = dataclasses.replace(state, recomputes_last=recalls)
     pace = Pace.begin(num_places, drafter.num_tokens, drafter.cost)
-    return dataclasses.replace(state, speculation=SpeculationState(pace, hidden))
+    begun = SpeculationState(
+        pace=pace,
+        hidden=hidden,
+        aux_layers=drafter.aux_layers,
+        target=layers.target,
+    )
+    return dataclasses.replace(state, speculation=begun)
 
 
 def run_steps(
@@ -105,6 +124,8 @@ def run_steps(
     # given the state and the number of steps so far
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
     drafter: Drafter | None = None,  # None runs plain steps
+    *,
+    drafts: bool = True,  # False runs plain steps that update the drafter
 ) -> tuple[Cache, GenerationState]:
     """Run steps while `goes_on(state, steps so far)` is True."""
     exact = state.exact
@@ -116,20 +137,41 @@ def run_steps(
 
         def take(loop: tuple[Cache, GenerationState, jax.Array]) -> Any:
             cache, state, logits = loop
-            cache, state, logits, _ = advance(runner, cache, state, choice, logits)
+            cache, state, logits = _advance_alone(runner, cache, state, choice, logits)
             return *schedule(cache, state), logits
 
+        whole, speculation = cache.layer_groups, state.speculation
+        if speculation is not None:
+            cache = cache.with_layers(speculation.target)
         cache, state, _ = _repeat(goes_on, take, (cache, state, logits))
-        return cache, state
+        return cache.with_layers(whole), state
     speculation = _resume(state, drafter)
     SharedLayers.of(cache, drafter)
     _check_pending(cache, drafter.num_tokens)
     runner = runner._replace(drafter=drafter)
     state = dataclasses.replace(state, speculation=None)
-    step = functools.partial(_step, _Fixed(runner, choice, drafter))
-    loop = _repeat(goes_on, step, _Loop(cache, state, logits, *speculation))
-    left = SpeculationState(loop.pace, loop.hidden)
+    step = functools.partial(_step, _Fixed(runner, choice, drafter, drafts))
+    given = speculation.pace, speculation.hidden
+    loop = _repeat(goes_on, step, _Loop(cache, state, logits, *given))
+    left = dataclasses.replace(speculation, pace=loop.pace, hidden=loop.hidden)
     return loop.cache, dataclasses.replace(loop.state, speculation=left)
+
+
+def _advance_alone(
+    runner: Runner,
+    cache: Cache,
+    state: GenerationState,
+    choice: Choice,
+    logits: jax.Array,
+) -> tuple[Cache, GenerationState, jax.Array]:
+    """Run a plain step without the drafter; its rows have unknown hidden states."""
+    speculation = state.speculation
+    hidden = speculation and speculation.hidden
+    cache, state, logits, hidden = advance(runner, cache, state, choice, logits, hidden)
+    if hidden is not None:
+        left = dataclasses.replace(speculation, hidden=hidden)
+        state = dataclasses.replace(state, speculation=left)
+    return cache, state, logits
 
 
 def _repeat(
@@ -160,11 +202,16 @@ def _check_pending(cache: Cache, num_tokens: int) -> None:
 def _resume(state: GenerationState, drafter: Drafter) -> SpeculationState:
     """Return the pace and the hidden states of the last window."""
     old = state.speculation
-    is_there = isinstance(old, SpeculationState)
-    if not is_there or bool(drafter.aux_layers) != (old.hidden is not None):
+    if not isinstance(old, SpeculationState):
         raise UsageError(
             f"speculate is a {type(drafter).__name__}, but this generation was "
             f"started without one; pass it to `begin` or `prefill`, too"
+        )
+    if drafter.aux_layers != old.aux_layers:
+        raise UsageError(
+            f"aux_layers of speculate must be {old.aux_layers}, as when this "
+            f"generation was started, got {drafter.aux_layers}; pass the same drafter "
+            f"as to `begin` or `prefill`"
         )
     return old
 
@@ -172,10 +219,14 @@ def _resume(state: GenerationState, drafter: Drafter) -> SpeculationState:
 def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
     """Run a plain or a speculative step."""
     loop = loop._replace(pace=loop.pace.follow(loop.state.places.sequences))
-    start = loop, jnp.zeros((), bool)
-    try_it = _may_draft(fixed, loop)
-    loop, is_done = when(try_it, functools.partial(_speculate, fixed), start)
-    loop = when(~is_done, functools.partial(_advance, fixed), loop)
+    if fixed.drafts:
+        start, forced = (loop, jnp.zeros((), bool)), _find_forced(fixed, loop.state)
+        try_it = _may_draft(fixed, loop, forced)
+        speculate = functools.partial(_speculate, fixed)
+        loop, is_done = when(try_it, speculate, start, *forced)
+        loop = when(~is_done, functools.partial(_advance, fixed), loop)
+    else:
+        loop = _advance(fixed, loop)
     cache, state = schedule(loop.cache, loop.state)
     return loop._replace(cache=cache, state=state)
 
@@ -188,7 +239,7 @@ def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
     return _Loop(cache, state, logits, loop.pace.after_step(), hidden)
 
 
-def _may_draft(fixed: _Fixed, loop: _Loop) -> jax.Array:
+def _may_draft(fixed: _Fixed, loop: _Loop, forced: DraftTokens) -> jax.Array:
     """Return True if a step may draft, bool[].
 
     Drafting takes time, too: skip it if even the most draft tokens would not pay.
@@ -201,7 +252,7 @@ def _may_draft(fixed: _Fixed, loop: _Loop) -> jax.Array:
     is_decoding = jnp.all(
         (active.count_left(places) <= 1) & (~is_ready | (lengths > 0))
     )
-    most = _find_forced(fixed, state).limit(_most(fixed, state))
+    most = forced.limit(_most(fixed, state))
     pays = loop.pace.choose(most, places.num_running, fixed.drafter.cost)
     return is_decoding & jnp.any(pays)
 
@@ -220,10 +271,13 @@ def _find_forced(fixed: _Fixed, state: GenerationState) -> DraftTokens:
 
 
 def _speculate(
-    fixed: _Fixed, carry: tuple[_Loop, jax.Array]
+    fixed: _Fixed, carry: tuple[_Loop, jax.Array], *leaves: jax.Array
 ) -> tuple[_Loop, jax.Array]:
-    """Draft and verify where it pays; return also if a step was run, bool[]."""
-    loop, _ = carry
+    """Draft and verify where it pays; return also if a step was run, bool[].
+
+    The leaves are those of the `DraftTokens` that a logits processor forces.
+    """
+    (loop, _), forced = carry, DraftTokens(*leaves)
     cache, state = loop.cache, loop.state
     active, num_tokens = state.active(cache), fixed.drafter.num_tokens
 
@@ -237,33 +291,41 @@ def _speculate(
 
     if fixed.drafter.groups:
         # The rows are appended before their tokens are drafted.
-        wanted = choose(_find_forced(fixed, state).limit(_most(fixed, state)))
+        wanted = choose(forced.limit(_most(fixed, state)))
 
-        def run(loop: _Loop, counts: jax.Array) -> _Loop:
-            given = loop.state, loop.state.active(loop.cache)
-            cache, batch = append_rows(loop.cache, *given, counts, num_tokens)
-            cache, drafted, logits = _draft(fixed, cache, loop, counts, batch)
+        def run(loop: _Loop, counts: jax.Array, certain: jax.Array) -> _Loop:
+            active = loop.state.active(loop.cache)
+            cache, batch = append_rows(
+                loop.cache, loop.state, active, counts, num_tokens
+            )
+            cache, drafted, logits = _draft(fixed, cache, loop, counts, certain, batch)
             loop = loop._replace(cache=cache)
-            return _verify(fixed, loop, given[1], batch, drafted, logits)
+            return _verify(fixed, loop, active, batch, drafted, logits)
 
         is_worth_it = jnp.any(wanted.counts > 0)
-        return when(is_worth_it, run, loop, wanted.counts), is_worth_it
+        given = wanted.counts, forced.certain
+        return when(is_worth_it, run, loop, *given), is_worth_it
 
-    cache, drafted, logits = _draft(fixed, cache, loop, _most(fixed, state), None)
-    drafted = choose(drafted)
+    most = _most(fixed, state)
+    cache, drafted, logits = _draft(fixed, cache, loop, most, forced.certain, None)
+    if logits is None:
+        drafted = choose(drafted)
+    else:  # verify drawn tokens whatever they are: decide by numbers from before
+        wanted = choose(forced.limit(most))
+        drafted = drafted.limit(jnp.minimum(drafted.counts, wanted.counts))
+    drawn, structure = jax.tree.flatten((drafted, logits))
 
-    def check(loop: _Loop, *given: jax.Array) -> _Loop:
-        drafted, active = DraftTokens(*given[:3]), loop.state.active(loop.cache)
+    def check(loop: _Loop, *drawn: jax.Array) -> _Loop:
+        drafted, logits = jax.tree.unflatten(structure, drawn)
+        active = loop.state.active(loop.cache)
         cache, batch = append_rows(
             loop.cache, loop.state, active, drafted.counts, num_tokens, drafted.tokens
         )
-        logits = given[3] if len(given) > 3 else None
         loop = loop._replace(cache=cache)
         return _verify(fixed, loop, active, batch, drafted, logits)
 
     is_worth_it = jnp.any(drafted.counts > 0)
-    given = [*drafted, *([] if logits is None else [logits])]
-    return when(is_worth_it, check, loop, *given), is_worth_it
+    return when(is_worth_it, check, loop, *drawn), is_worth_it
 
 
 def _draft(
@@ -271,6 +333,7 @@ def _draft(
     cache: Cache,  # with the step appended, if the drafter has groups
     loop: _Loop,  # before the step
     counts: jax.Array,  # i32[W], most draft tokens of each
+    certain: jax.Array,  # i32[W], leading tokens that a logits processor forces
     batch: Batch | None,
 ) -> tuple[Cache, DraftTokens, jax.Array | None]:
     """Return the cache, draft tokens, and the logits they were drawn from, if any."""
@@ -292,14 +355,15 @@ def _draft(
         previous,
         batch,
     )
-    after, tokens, found = drafter.draft(cache, step)
+    answer = drafter.draft(cache, step)
+    check_draft(drafter, answer)
+    after, tokens, found = answer
     drafted, logits = step.finish(tokens, found)
     if logits is None:
         processor = state.rows_of(fixed.choice.logits_processor)
         drafted = force_draft_tokens(processor, drafted)
         drafted = drafted.limit(jnp.minimum(drafted.counts, counts))
     else:
-        certain = _find_forced(fixed, state).certain
         drafted = drafted._replace(certain=jnp.minimum(certain, drafted.counts))
     return _restore_states(cache, after, drafter), drafted, logits
 

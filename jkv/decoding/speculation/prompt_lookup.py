@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jkv.arguments import explains_class
 from jkv.decoding.model.drafter import WithoutLayers, check_sizes, static
+from jkv.metadata.requests import check_counts
 from jkv.state import Cache
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PromptLookup(WithoutLayers):
 
     def __post_init__(self) -> None:
         check_sizes(self.num_tokens, self.cost)
+        check_counts(min_ngram=self.min_ngram, max_ngram=self.max_ngram)
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram and max_ngram of PromptLookup must satisfy "

@@ -138,9 +138,10 @@ def verify_draft_tokens(
     state = _append_accepted(cache, state, check, batch, chosen)
     made = gather(state.result.lengths, places.sequences) - lengths
     made = jnp.where(num_rows > 0, made, 0)
-    kept = jnp.minimum(made, num_rows)
+    # The newest token stays in the cache, even if none can follow it.
+    kept = jnp.clip(made, jnp.minimum(num_rows, 1), num_rows)
     cache, hidden = _update(runner, cache, given, step, kept, of_rows)
-    cache = _keep(cache, batch, active, kept)
+    cache = _keep(cache, batch, kept)
     accepted = jnp.maximum(made - 1, 0)
     num_drafted = jnp.where(num_rows > 0, drafted.counts, 0)
     result = state.result.add_counts(
@@ -351,11 +352,9 @@ def _append_accepted(
     return note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 
 
-def _keep(
-    cache: Cache, batch: Batch, active: ActiveSequences, kept: jax.Array
-) -> Cache:
+def _keep(cache: Cache, batch: Batch, kept: jax.Array) -> Cache:
     """Truncate each sequence to its first `kept` rows, i32[W], and commit them."""
-    lengths = active.done + kept
+    lengths = batch.context_lengths - batch.query_lengths + kept  # slots
     cuts = kept < batch.query_lengths
     seq_ids = jnp.where(cuts, batch.seq_ids, NO_SEQUENCE)
     cache, _ = truncate(cache, seq_ids, lengths)
