@@ -215,6 +215,16 @@ def put(arrays: Arrays, device: Placement) -> Arrays:
     return jax.tree.map(put_parts, arrays)
 
 
+def put_numpy(arrays: Any, device: jax.Device | None) -> Any:
+    """Copy the numpy arrays of a pytree to a device, or uncommitted to the default."""
+    return jax.tree.map(
+        lambda leaf: (
+            jax.device_put(leaf, device) if isinstance(leaf, np.ndarray) else leaf
+        ),
+        arrays,
+    )
+
+
 def put_by_layers(
     array: np.ndarray, where: Placements, group: int, path: str
 ) -> jax.Array:

@@ -137,14 +137,20 @@ def run_steps(
 
         def take(loop: tuple[Cache, GenerationState, jax.Array]) -> Any:
             cache, state, logits = loop
-            cache, state, logits = _advance_alone(runner, cache, state, choice, logits)
+            if state.speculation is not None:
+                given = runner, cache, state, choice, logits
+                cache, state, logits = _advance_alone(*given)
+            else:
+                cache, state, logits, _ = advance(runner, cache, state, choice, logits)
             return *schedule(cache, state), logits
 
-        whole, speculation = cache.layer_groups, state.speculation
+        speculation, whole = state.speculation, cache.layer_groups
         if speculation is not None:
             cache = cache.with_layers(speculation.target)
         cache, state, _ = _repeat(goes_on, take, (cache, state, logits))
-        return cache.with_layers(whole), state
+        if speculation is not None:
+            cache = cache.with_layers(whole)
+        return cache, state
     speculation = _resume(state, drafter)
     SharedLayers.of(cache, drafter)
     _check_pending(cache, drafter.num_tokens)
@@ -166,7 +172,7 @@ def _advance_alone(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Run a plain step without the drafter; its rows have unknown hidden states."""
     speculation = state.speculation
-    hidden = speculation and speculation.hidden
+    hidden = speculation.hidden
     cache, state, logits, hidden = advance(runner, cache, state, choice, logits, hidden)
     if hidden is not None:
         left = dataclasses.replace(speculation, hidden=hidden)

@@ -18,13 +18,13 @@ from jkv.prefixes import clear_prefixes
 from jkv.serving.device import programs
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.programs import Arrivals, Change, EngineSizes, WindowReport
-from jkv.serving.device.weights import place_beside, replace_weights
+from jkv.serving.device.weights import replace_weights
 from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError
 from jkv.state import Cache
 from jkv.status import Status, UsageError
-from jkv.storage.leaves import Placement, put
+from jkv.storage.leaves import Placement, put, put_numpy
 from jkv.storage.swapped import Swapped, copy_out
 from jkv.verbs.allocation import free
 from jkv.verbs.branching import truncate
@@ -32,6 +32,16 @@ from jkv.verbs.lookups import next_positions
 from jkv.verbs.swapping import swap_in
 
 Progress = Callable[[str, int, int], object]
+
+
+def _place(given: Any, cache: Cache) -> Any:
+    """Copy numpy arrays to the cache's device, instead of in each call.
+
+    A cache on several devices leaves them to the program.
+    """
+    rows = cache.metadata.sequences.rows
+    device, *others = rows.sharding.device_set
+    return given if others else put_numpy(given, device if rows.committed else None)
 
 
 class Loop:
@@ -52,7 +62,7 @@ class Loop:
             jax.tree.leaves(options.speculate),
             options.check().logits_processor,
         )
-        self._given: programs.Given = place_beside(cache, given)
+        self._given: programs.Given = _place(given, cache)
         static = {"model": model, "sizes": sizes}
         self._model = model
         self._begin = BoundProgram(programs.begin_empty, kept, static)
@@ -167,8 +177,8 @@ class Loop:
                 "logits_processor must have the engine's type, shapes and dtypes, got "
                 "others; create a new engine for it"
             )
-        new = place_beside(self.cache, new)
-        self._given = self._given._replace(logits_processor=new)
+        given = self._given._replace(logits_processor=new)
+        self._given = _place(given, self.cache)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
         """Replace the weights; None keeps the drafter's."""

@@ -6,31 +6,8 @@ import jax
 import numpy as np
 
 from jkv.sharding.storage_sharding import is_shared
-from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.storage.leaves import put
-
-
-def place_beside(cache: Cache, arrays: Any) -> Any:
-    """Copy numpy arrays of a pytree to the device of a cache.
-
-    As arguments of a program they would be copied in each call. A cache on several
-    devices leaves them to the program.
-    """
-    state = cache.metadata.sequences.rows
-    devices = state.sharding.device_set
-    if len(devices) > 1:
-        return arrays
-    return _copy_numpy(arrays, next(iter(devices)) if state.committed else None)
-
-
-def _copy_numpy(arrays: Any, device: jax.Device | None) -> Any:
-    return jax.tree.map(
-        lambda leaf: (
-            jax.device_put(leaf, device) if isinstance(leaf, np.ndarray) else leaf
-        ),
-        arrays,
-    )
+from jkv.storage.leaves import put, put_numpy
 
 
 def replace_weights(name: str, old: Any, new: Any) -> Any:
@@ -83,7 +60,7 @@ def _put_like(name: str, old: Any, new: Any) -> Any:
             f"to {new.sharding}, which would recompile the programs; create the engine "
             f"with weights placed there by jax.device_put"
         )
-    return _copy_numpy(new, None) if isinstance(old, jax.Array) else new
+    return put_numpy(new, None) if isinstance(old, jax.Array) else new
 
 
 def _describe(kind: Any) -> tuple[Any, ...]:
