@@ -171,8 +171,8 @@ class expected_attention:  # noqa: N801
     or the rotated queries of the newest W tokens, f32[B, W, H, D], which estimate them.
     `rotate(rows f32[P, D], positions i32[P])` is the model's rotary embedding: its mean
     over the next `future` positions rotates the moments, and negative positions rotate
-    queries back. The first `sinks` tokens are kept. Positions are taken to be slots: of
-    a pruned sequence, close the gaps first (`prune(rotate=)`).
+    queries back. The first `sinks` tokens are kept. Slots are used as positions, so
+    close the gaps of a pruned sequence first (`prune(rotate=)`).
     """
 
     future: int = 512

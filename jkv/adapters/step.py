@@ -88,9 +88,9 @@ class Step:
         of a layer before the last read of the pool, and copies the pool: where a
         layer's keys do not depend on the layer below, as with shared keys and drafters.
 
-        Under `jax.vmap` over rows and over heads the shapes tell both apart, unless
-        their numbers are equal (R = K). Then the outermost axes are taken as rows: map
-        rows outside of heads, or pass all heads of a row at once.
+        Under `jax.vmap` over rows and heads, shapes distinguish them unless R = K. Then
+        the outermost axes are rows: map rows outside of heads, or pass all heads of a
+        row at once.
 
         Args:
           queries: [R, H, D] in the batch's order, or with any leading axes of R rows in

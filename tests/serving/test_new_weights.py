@@ -1,6 +1,5 @@
 """Weight updates while requests run, and the versions of the attended keys."""
 
-import jax
 import numpy as np
 import pytest
 from support.models.versioned_model import (
@@ -11,6 +10,7 @@ from support.models.versioned_model import (
     weights,
 )
 from support.serving.long_runs import Clock, Game
+from support.serving.small_engines import count_on
 
 import jkv
 from jkv.decoding import FinishReason
@@ -122,12 +122,6 @@ def test_context_versions_bound_the_attended_blocks(seed):
     stats = engine.stats()
     assert stats.version == version > 10 and stats.preemptions > 0
     assert stats.cached_tokens > 0 and stats.free_blocks == stats.num_blocks
-
-
-def count_on(params, tokens, cache, batch):
-    """A model whose next token is the token plus one."""
-    del params
-    return jax.nn.one_hot(tokens + 1, 64)[batch.last_rows], cache
 
 
 def count_traces():

@@ -7,7 +7,7 @@ from support.jax_versions import further
 from support.models.versioned_model import make_engine as make_versioned
 from support.models.versioned_model import read_ages, weights
 from support.serving.long_runs import Clock
-from support.serving.small_engines import WIDTH, draw_request, make_engine
+from support.serving.small_engines import WIDTH, count_on, draw_request, make_engine
 from support.states.folding_model import MODELS, VOCABULARY, make_config
 
 import jkv
@@ -18,13 +18,6 @@ from jkv.serving.request.request import SaltNumbers
 from jkv.serving.scheduler import retention as storing_module
 
 pytestmark = pytest.mark.one_end
-
-
-def count_on(params, tokens, cache, batch):
-    """A model whose next token is one more than the newest."""
-    del params
-    return jax.nn.one_hot(tokens + 1, 128)[batch.last_rows], cache
-
 
 PROMPTS = np.random.default_rng(5).integers(0, 29, (12, WIDTH)).tolist()
 FREE_BLOCKS = 16  # the prompts alone have 24 full ones

@@ -321,10 +321,7 @@ class Follower(NamedTuple):
     ) -> Cache:
         """Update the drafter with the rows of a step, and return the cache."""
         drafter = self.drafter
-        if not drafter.groups:
-            after = drafter.update(cache, batch, tokens, hidden, self.previous)
-            return check_returned(drafter, after)
-        if drafter.aux_layers:
+        if drafter.groups and drafter.aux_layers:
             first = jnp.where(
                 self.is_stored & (batch.query_lengths > 0),
                 batch.query_starts,
@@ -332,7 +329,8 @@ class Follower(NamedTuple):
             )
             is_first = jnp.zeros((batch.num_rows,), bool)
             batch = batch.without_slots(is_first.at[first].set(True, mode="drop"))
-        batch = dataclasses.replace(batch, is_draft=True)
+        if drafter.groups:
+            batch = dataclasses.replace(batch, is_draft=True)
         after = drafter.update(cache, batch, tokens, hidden, self.previous)
         return check_returned(drafter, after)
 

@@ -2,8 +2,8 @@
 
 The loop owns sampling, logits processors, and the distribution that a draft token is
 drawn from, which verification needs. A drafter passes logits to `choose` and gets
-tokens. A drawn token must be verified whatever it is, or its distribution would change;
-so a drafter stops before a draw, with `choose(keep=)`.
+tokens. Every drawn token must be verified, or its distribution would change; a drafter
+stops before a draw, with `choose(keep=)`.
 
 Symbols: W places, K draft tokens of each, V vocabulary size, A width of the hidden
 states.

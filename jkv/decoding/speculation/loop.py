@@ -281,7 +281,7 @@ def _speculate(
 ) -> tuple[_Loop, jax.Array]:
     """Draft and verify where it pays; return also if a step was run, bool[].
 
-    The leaves are those of the `DraftTokens` that a logits processor forces.
+    `leaves` are the fields of the `DraftTokens` forced by a logits processor.
     """
     (loop, _), forced = carry, DraftTokens(*leaves)
     cache, state = loop.cache, loop.state
@@ -316,7 +316,7 @@ def _speculate(
     cache, drafted, logits = _draft(fixed, cache, loop, most, forced.certain, None)
     if logits is None:
         drafted = choose(drafted)
-    else:  # verify drawn tokens whatever they are: decide by numbers from before
+    else:  # the decision must not depend on the drawn tokens, nor on their number
         wanted = choose(forced.limit(most))
         drafted = drafted.limit(jnp.minimum(drafted.counts, wanted.counts))
     drawn, structure = jax.tree.flatten((drafted, logits))

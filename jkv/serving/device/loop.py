@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.decoding import DecodingOptions, Model
 from jkv.logits_processors import LogitsProcessor
-from jkv.prefixes import clear_prefixes
+from jkv.prefixes import clear_prefixes, match
 from jkv.serving.device import programs
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.programs import Arrivals, Change, EngineSizes, WindowReport
@@ -94,6 +94,10 @@ class Loop:
         kept = tokens[: min((len(tokens) - 1) // size * size + 1, most)]
         padded[: len(kept)] = kept
         return padded
+
+    def match(self, tokens: np.ndarray[Any, Any], salt: int) -> int:
+        """Return the number of a sequence's tokens in the cache."""
+        return int(match(self.cache, self.pad(tokens)[None], salt)[0])
 
     def find_limits(
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jkv.metadata.requests import Integers
-from jkv.prefixes import evict_cached, match
+from jkv.prefixes import evict_cached
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.request import RequestState, RequestStatus, Sample
 from jkv.serving.scheduler.retention import Keeping, NoOffloading, Offloading
@@ -264,21 +264,18 @@ class Parking:
         if swapped is not None:
             sample.row = self._loop.put_in(swapped)
             return
-        held, cache = self._own.count(parked.tokens, parked.salt), self._loop.cache
-        if held <= (known := self._match(parked)):
+        tokens, salt, cache = parked.tokens, parked.salt, self._loop.cache
+        held, known = self._own.count(tokens, salt), self._loop.match(tokens, salt)
+        if held <= known:
             return
         lacking = (held - known) // cache.block_size - int(count_blank(cache.metadata))
         if cache.metadata.block_numbers and lacking > 0:
             self._loop.cache = evict_cached(cache, lacking)
-            known = self._match(parked)  # the eviction may have removed some
-        found = self._own.find(parked.tokens, parked.salt, skip=known)
+            # The eviction may have removed some.
+            known = self._loop.match(tokens, salt)
+        found = self._own.find(tokens, salt, skip=known)
         if found is not None:
             self._loop.cache, _ = restore(self._loop.cache, found, donate=True)
-
-    def _match(self, parked: Parked) -> int:
-        """Return the number of a sequence's tokens in the cache."""
-        tokens = self._loop.pad(parked.tokens)[None]
-        return int(match(self._loop.cache, tokens, parked.salt)[0])
 
     def _has_room(self, lengths: list[int]) -> bool:
         """True if the pool has the blocks of requests and of parked sequences.

@@ -21,7 +21,7 @@ import numpy as np
 
 from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
-from jkv.prefixes import demote, match
+from jkv.prefixes import demote
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import RequestState, RequestStatus, SaltNumbers, Sample
@@ -258,7 +258,7 @@ class Offloading:
         self._spill(0)
         self._loop.cache = warm_up(self._loop.cache, 2 * BLOCKS_PER_SPILL)
         self._ask(0)
-        self._match(np.zeros(1, np.int32), 0)
+        self._loop.match(np.zeros(1, np.int32), 0)
         count_blank(self._loop.cache.metadata)
 
     def copy(self, tokens: np.ndarray, salt: int) -> None:
@@ -335,7 +335,7 @@ class Offloading:
         held = self._store.count(tokens, salt, names=self._names)
         if not held:
             return
-        known = self._match(tokens, salt)
+        known = self._loop.match(tokens, salt)
         if held <= known:
             return
         if self._is_slower(held - known):
@@ -346,13 +346,13 @@ class Offloading:
         columns = -(-(held - known) // metadata.block_size)
         if (lacking := columns - int(count_blank(metadata))) > 0:
             self._spill(lacking)
-            known = self._match(tokens, salt)  # the spill may have removed some
+            known = self._loop.match(tokens, salt)  # the spill may have removed some
         found = self._store.find(tokens, salt, skip=known, names=self._names)
         if found is None:
             return
         found = self._keeping.check_times(found)
         self._loop.cache, num = restore(self._loop.cache, found, donate=True)
-        brought = self._match(tokens, salt) - known
+        brought = self._loop.match(tokens, salt) - known
         self._done["restored_blocks"] += num
         self._awaited[state] = num
         if brought > 0:
@@ -368,7 +368,3 @@ class Offloading:
         if not (copying.is_known and computing.is_known):
             return False
         return tokens * (copying.seconds - computing.seconds) > LEAST_GAIN
-
-    def _match(self, tokens: np.ndarray, salt: int) -> int:
-        """Return the number of prompt tokens in the cache."""
-        return int(match(self._loop.cache, self._loop.pad(tokens)[None], salt)[0])

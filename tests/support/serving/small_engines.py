@@ -6,6 +6,7 @@ So the engines of all tests share three compiled programs.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,12 @@ CONTEXT, BLOCK_SIZE, BLOCKS, ROWS = 20, 4, 40, 10
 RUNNING, AHEAD, STEPS = 4, 2, 3
 ROW_COUNTS = (10,)  # one: each is a program to compile; test_queue covers several
 STOPS = StopSizes(tokens=2, sequences=2, length=3)
+
+
+def count_on(params, tokens, cache, batch):
+    """A model whose next token is the token plus one, of 128 tokens."""
+    del params
+    return jax.nn.one_hot(tokens + 1, 128)[batch.last_rows], cache
 
 
 @functools.cache
