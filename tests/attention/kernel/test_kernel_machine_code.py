@@ -130,6 +130,7 @@ def _find_part(entry):
     tests = {
         "jkv_query_gradients": "derivative",
         "jkv_token_gradients": "derivative",
+        "jkv_isolate_queries": "derivative",
         "jkv_store": "store",
     }
     test = tests.get(entry["kernel"], "attention")
@@ -196,9 +197,10 @@ def test_no_kernel_spills(platform, target, known, shapes):
             is_carried = Techniques.CARRIED in tuning.decode_tile(soft_cap).ways
             if kernel.name == "jkv_decode" and is_carried:
                 # One wait for a tile; one before it for the ids of several blocks.
-                # gfx12 loads scales of two tokens into halves of one register: the
-                # second waits for the first, and the ids with it.
-                has_halves = target.startswith("gfx12") and pools.key_scales is not None
+                # gfx12, and gfx11 with a window, loads scales of two tokens into halves
+                # of one register: the second waits for the first, and the ids with it.
+                halves = "gfx1" if options in ("window", "all") else "gfx12"
+                has_halves = target.startswith(halves) and pools.key_scales is not None
                 has_one_block = pools.block_size % tuning.decode.tokens == 0
                 waits = 1 if has_one_block and not has_halves else 2
                 if has_one_block:

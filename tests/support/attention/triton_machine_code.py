@@ -62,7 +62,9 @@ class Code(NamedTuple):
     """Properties of one kernel's code on one target."""
 
     registers: int  # per lane; on AMD including accumulation registers
-    spills: int  # vector registers that do not fit, and bytes of private memory
+    # Vector registers that do not fit, and bytes of private memory; on NVIDIA 0 if no
+    # loop accesses them.
+    spills: int
     scalar_spills: int  # AMD: scalars kept in lanes of vector registers, without memory
     shared_bytes: int
     matrix: int  # matrix instructions in total
@@ -88,10 +90,13 @@ def compile_kernel(kernel, target):
             round_trips=count_round_trips(loop),
         )
     ptx = stages["ptx"]
-    usage = _resource_usage(stages["cubin"])
+    usage = _read_cubin(stages["cubin"], "-res-usage")
+    spills = _number(r"LOCAL:(\d+)", usage) + _number(r"STACK:(\d+)", usage)
+    if spills and not _has_spilling_loop(_read_cubin(stages["cubin"], "-sass")):
+        spills = 0
     return Code(
         registers=_number(r"REG:(\d+)", usage),
-        spills=_number(r"LOCAL:(\d+)", usage) + _number(r"STACK:(\d+)", usage),
+        spills=spills,
         scalar_spills=0,
         shared_bytes=shared,
         matrix=len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
@@ -193,12 +198,29 @@ def _count(lines, kinds):
     return counts
 
 
-def _resource_usage(cubin):
+def _has_spilling_loop(sass):
+    """Return whether a loop of NVIDIA machine code loads or stores local memory."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
+    code = [(int(address, 16), instruction) for address, instruction in found]
+    loops = [
+        (int(target.group(1), 16), address)
+        for address, instruction in code
+        if (target := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction))
+    ]
+    return any(
+        first <= address <= last and re.search(r"\b(?:LDL|STL)\b", instruction)
+        for first, last in loops
+        for address, instruction in code
+    )
+
+
+def _read_cubin(cubin, option):
+    """Return what `cuobjdump` prints about a binary."""
     tool = os.path.join(
         os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump"
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "-res-usage", file.name]
+        command = [tool, option, file.name]
         return subprocess.run(command, capture_output=True, text=True).stdout
