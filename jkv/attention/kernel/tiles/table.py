@@ -149,7 +149,7 @@ _FLOAT32 = ("float32", "mixed")
 
 
 # Float32 derivatives on NVIDIA GPUs: of the tiles that do not spill, those with the
-# fewest instructions per row and token, at 128 a third to a half of 16 x 16's.
+# fewest instructions per row and token, at 128 0.4 of those of 16 x 16.
 _SPLIT_BACKWARD = (
     Backward(64, _split(32, 32, 4, 1), _split(32, 32, 4, 1), ("float32",), multiple=64),
     Backward(96, _split(16, 32, 4, 1), _split(64, 16, 8, 1), ("float32",), multiple=32),
