@@ -18,7 +18,7 @@ import numpy as np
 
 from .architectures import ARCHITECTURES
 from .config import DecoderConfig, Run
-from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_tensors
+from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_stack, find_tensors
 from .gguf_reading import find_folder
 from .layers import JOINED, join_names
 from .spreading import Put, put_whole
@@ -212,6 +212,7 @@ def _refuse_unexpected(
 ) -> None:
     """Raise a ValueError for tensors that the model would ignore."""
     known = list_names(config)
+    known |= {*map(find_stack, known)} - {None}
     method = config.quantization.method if config.quantization else ""
     for suffix in SUFFIXES.get(method, ()):
         known |= {name + suffix for name in list(known)}

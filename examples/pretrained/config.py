@@ -449,11 +449,12 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         max_context_length=settings.count("max_position_embeddings"),
         norm_epsilon=settings.number("rms_norm_eps", 1e-6),
         tied=settings.flag("tie_word_embeddings"),
-        activation=_read_activation(settings),
         stop_tokens=settings.token_ids("eos_token_id"),
         dtype_name=_read_dtype(settings),
         quantization=read_quantization(settings),
     )
+    if "activation" not in fields:
+        general["activation"] = _read_activation(settings)
     if "intermediate_size" not in fields:
         # Models with experts in all layers may lack the MLP's size.
         general["intermediate_size"] = settings.count(

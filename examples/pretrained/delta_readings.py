@@ -11,7 +11,7 @@ from jkv.config import FULL, STATE
 from .kept_by_layers import list_kinds
 from .parts import DeltaRule, Experts
 from .readings import read_deepseek, read_qwen3_moe
-from .rope_settings import read_rope, rope_parameters
+from .rope_settings import USUAL_THETA, read_rope, rope_parameters
 from .settings import Settings, is_number
 
 
@@ -47,7 +47,7 @@ def read_qwen3_5_moe(settings: Settings) -> dict[str, Any]:
 
 
 def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
-    """Read two kinds of layers; released models have no position embeddings."""
+    """Read two kinds of layers; attention has RoPE unless its base is null."""
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
     key_heads = settings.count("linear_num_key_heads", heads)
     key_dim = settings.count("linear_key_head_dim", 3 * hidden // (4 * key_heads))
@@ -61,7 +61,8 @@ def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
         strength=2.0 if allows_negative else 1.0,
         norm_epsilon=1e-5,
     )
-    has_rope = rope_parameters(settings).get("rope_theta") is not None
+    theta = settings.raw.get("rope_theta", USUAL_THETA)
+    has_rope = rope_parameters(settings).get("rope_theta", theta) is not None
     rope = read_rope(settings, hidden // heads) if has_rope else None
     return dict(
         mixers=_read_mixers(settings),

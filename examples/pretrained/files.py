@@ -1,10 +1,12 @@
 """Tensors of a checkpoint by name, in any file and storage format.
 
 Weights are in ``model.safetensors`` or in shards, listed by tensor name in
-``model.safetensors.index.json``.
+``model.safetensors.index.json``. Matrices of experts may be in a tensor each or, as in
+Qwen3.5, in two tensors of a layer.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,17 @@ IGNORED_SCALES = {"fp8": ("activation_scale",)}
 
 # Suffixes of the additional tensors of a quantized matrix.
 SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
+
+# The matrix of one expert, and the tensors of all experts, whose gate and up
+# projections are stacked by rows.
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+def find_stack(name: str) -> str | None:
+    """Return the name of the tensor of all experts for that of one; None for others."""
+    found = EXPERT.fullmatch(name)
+    return found and f"{found[1]}.{STACKED[found[3]]}"
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
@@ -117,6 +130,9 @@ class Tensors:
             shape: expected shape, without the first axis if `index` is given.
             index: on the first axis, to read only that part.
         """
+        stack = None if name in self.paths else find_stack(name)
+        if stack in self.paths:
+            return self._read_expert(name, stack, shape)
         method = self._quantization.method if self._quantization else None
         if method == "mxfp4" and f"{name}_blocks" in self.paths:
             blocks = self._load(f"{name}_blocks", ("U8",), index)
@@ -135,6 +151,15 @@ class Tensors:
                 f"{shape}"
             )
         return tensor
+
+    def _read_expert(self, name: str, stack: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the matrix of one expert from the tensor of all."""
+        _, number, part = EXPERT.fullmatch(name).groups()
+        if part == "down":
+            return self.read(stack, shape, int(number))
+        inner, hidden = shape
+        both = self.read(stack, (2 * inner, hidden), int(number))
+        return both[:inner] if part == "gate" else both[inner:]
 
     def _load(
         self, name: str, types: tuple[str, ...], index: int | None = None

@@ -21,8 +21,14 @@ ROPES = dict(
 
 
 def read_gemma1(settings: Settings) -> dict[str, Any]:
-    """Read the first Gemma, with embeddings scaled by the root of the hidden size."""
-    return dict(embedding_scale=settings.count("hidden_size") ** 0.5)
+    """Read the first Gemma, with embeddings scaled by the root of the hidden size.
+
+    Its released files name the exact GELU, but it was trained with the approximation.
+    """
+    fields: dict[str, Any] = dict(embedding_scale=settings.count("hidden_size") ** 0.5)
+    if settings.get("hidden_act") == "gelu":
+        fields["activation"] = "gelu_pytorch_tanh"
+    return fields
 
 
 def read_gemma(settings: Settings) -> dict[str, Any]:

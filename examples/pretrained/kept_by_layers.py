@@ -39,8 +39,11 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
         settings.names(name)
     for name in ("attn_layer_indices", "full_attn_idxs", "no_rope_layers"):
         settings.ints(name)
-    if settings.get("sliding_window_pattern") is not None:
-        settings.count("sliding_window_pattern")
+    pattern = settings.get("sliding_window_pattern")
+    # EXAONE's is a text such as LLLG, or 0 without windows.
+    is_of_letters = isinstance(pattern, str) and not set(pattern) - {"L", "G"}
+    if pattern is not None and not is_of_letters:
+        settings.count("sliding_window_pattern", least=0)
     kinds = name_layers(_merge(settings), num_layers)
     if kinds is not None and num_layers not in (0, len(kinds)):
         raise ValueError(

@@ -27,6 +27,8 @@ ATTENDING = {FULL, *WITH_WINDOW, "attention", BOTH}
 WITH_STATE = {STATE, "mamba", "mamba2", "conv", "recurrent", BOTH, BOTH_WINDOWED}
 KNOWN = ATTENDING | WITH_STATE | {"mlp", "moe"}  # with layers that cache nothing
 
+# EXAONE's letters for kinds of layers.
+LETTERS = {"L": WINDOWED, "G": FULL}
 
 # Entries of per_layer_config that affect the cache, by our names.
 FIELDS = {
@@ -86,10 +88,23 @@ def _name_by_keys(
         return [WINDOWED if has_window else FULL for has_window in pattern]
     keys = "sliding_window_pattern", "global_attn_every_n_layers"
     every = next((model[key] for key in keys if model.get(key)), family.full_every)
+    if isinstance(every, str):
+        return _read_letters(every, layers)
     if not isinstance(every, int):
         return None
     kinds = [WINDOWED if (layer + 1) % every else FULL for layer in layers]
     return [FULL, *kinds[1:]] if kinds and family.first_is_full else kinds
+
+
+def _read_letters(pattern: str, layers: range) -> list[str]:
+    """Name layers by EXAONE's repeated letters; the last one has full attention."""
+    if set(pattern) - {*LETTERS}:
+        raise ValueError(
+            f"config.json: 'sliding_window_pattern' must be an int >= 0, or letters L "
+            f"(windowed) and G (full attention), got {pattern!r:.60}"
+        )
+    named = [LETTERS[pattern[layer % len(pattern)]] for layer in layers]
+    return [*named[:-1], *(FULL for _ in layers[-1:])]
 
 
 def is_switched_off(model: Mapping[str, Any]) -> bool:

@@ -1,7 +1,11 @@
 """Published config.json files of models with a gated delta rule."""
 
+import importlib.util
+import json
+
 import pretrained
 import pytest
+from support.paths import FIXTURES
 
 pytestmark = pytest.mark.one_end
 
@@ -105,6 +109,32 @@ def test_qwen3_5_is_a_text_part():
     assert config.architecture == "qwen3_5_text" and config.tied
     assert config.experts is None and config.ropes[0].dim == 64
     assert not config.delta_rule.is_grouped
+
+
+@pytest.mark.parametrize(
+    "given, theta",
+    [
+        (dict(rope_parameters={"rope_theta": None, "rope_type": "default"}), None),
+        (dict(rope_theta=None), None),
+        (dict(rope_theta=None, rope_parameters=None), None),
+        ({}, 1e4),
+        (dict(rope_parameters=None), 1e4),
+        (dict(rope_parameters={"rope_type": "default"}), 1e4),
+        (dict(rope_theta=5e5), 5e5),
+        (dict(rope_parameters={"rope_theta": 5e5}, rope_theta=None), 5e5),
+    ],
+)
+def test_olmo_hybrid_has_rope_unless_its_base_is_null(given, theta):
+    """Olmo-Hybrid-7B's is null; other files leave it out, as in its class."""
+    path = FIXTURES / "checkpoints" / "olmo_hybrid" / "config.json"
+    settings = json.loads(path.read_text())
+    del settings["rope_parameters"]
+    config = pretrained.parse_config(settings | given)
+    assert [rope and rope.theta for rope in config.ropes] == [theta] * 2
+    if importlib.util.find_spec("transformers"):
+        theirs = importlib.import_module("transformers").AutoConfig
+        found = theirs.for_model(**json.loads(json.dumps(settings | given)))
+        assert found.rope_parameters["rope_theta"] == theta
 
 
 @pytest.mark.parametrize(

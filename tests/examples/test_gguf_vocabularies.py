@@ -78,6 +78,18 @@ def test_sentencepiece_has_its_own_defaults():
     assert both == ["<s>", "▁a", "</s>", "<s>", "▁a", "</s>"]
 
 
+def test_sentencepiece_prefixes_each_text_between_special_tokens():
+    """As llama.cpp, and as the tokenizers of Llama 2, Mistral 7B and TinyLlama."""
+    kinds = [2, 3, 3, *[6] * 256, 1, 1, 1]
+    tokenizer = make_tokenizer(make_pieces(token_type=kinds))
+    found = tokenizer.encode("a</s>a<s> a").tokens
+    assert found == ["<s>", "▁a", "</s>", "▁a", "<s>", "▁", "▁a"]
+    assert tokenizer.encode("</s>").tokens == ["<s>", "</s>"]
+    assert tokenizer.decode(tokenizer.encode(" a  a").ids) == " a  a"
+    tokenizer = make_tokenizer(make_pieces(token_type=kinds, add_space_prefix=False))
+    assert tokenizer.encode("a</s>a a").tokens == ["<s>", "a", "</s>", "a", "▁a"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -320,6 +320,35 @@ def test_activations_have_the_dtype_of_the_parameters(name):
     assert kinds == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
 
+def stack_experts(tensors):
+    """Stack the matrices of experts in two tensors of each layer."""
+    kept = {n: tensor for n, tensor in tensors.items() if ".experts." not in n}
+    for layer in {n.partition(".experts.")[0] for n in tensors.keys() - kept}:
+        count = sum(n.startswith(f"{layer}.experts.") for n in tensors) // 3
+        gate, up, down = (
+            np.stack(
+                [tensors[f"{layer}.experts.{i}.{p}_proj.weight"] for i in range(count)]
+            )
+            for p in ("gate", "up", "down")
+        )
+        kept[f"{layer}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        kept[f"{layer}.experts.down_proj"] = down
+    return kept
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "ernie4_5_moe"])
+def test_experts_may_be_stacked(tmp_path, name):
+    """As in Qwen3.5-35B-A3B, and as transformers 5 can save all."""
+    folder = shutil.copytree(CHECKPOINTS / name, tmp_path / "checkpoint")
+    stacked = stack_experts(load_file(folder / "model.safetensors"))
+    assert not any(".experts.0." in each for each in stacked)
+    save_file(stacked, folder / "model.safetensors")
+    model, params = pretrained.load(folder)
+    expected, expected_params = pretrained.load(CHECKPOINTS / name)
+    assert model.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
+
+
 def test_extra_prediction_layers_are_skipped(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "checkpoint")
     tensors = load_file(folder / "model.safetensors")

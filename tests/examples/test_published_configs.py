@@ -105,6 +105,26 @@ SEED_OSS_36B = dict(
 )
 
 
+GEMMA_7B = dict(
+    model_type="gemma",
+    architectures=["GemmaForCausalLM"],
+    head_dim=256,
+    hidden_act="gelu",
+    hidden_activation=None,
+    hidden_size=3072,
+    intermediate_size=24_576,
+    max_position_embeddings=8192,
+    num_attention_heads=16,
+    num_hidden_layers=28,
+    num_key_value_heads=16,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=10_000.0,
+    torch_dtype="bfloat16",
+    vocab_size=256_000,
+)
+
+
 def with_eyes(**text):
     """Return the outer settings of Mistral's vision-language models."""
     return dict(
@@ -247,6 +267,7 @@ GEMMA_4_26B = gemma_4(
 
 ALL = dict(
     olmo_3_7b=OLMO_3_7B,
+    gemma_7b=GEMMA_7B,
     command_r7b=COMMAND_R7B,
     command_r_plus=COMMAND_R_PLUS,
     seed_oss_36b=SEED_OSS_36B,
@@ -284,6 +305,14 @@ def test_command_rotates_only_windowed_layers():
     assert config.is_parallel and config.tied and config.logit_scale == 0.25
     older = pretrained.parse_config(COMMAND_R_PLUS)
     assert older.qk_norm == "heads" and None not in older.ropes
+
+
+def test_the_first_gemma_has_the_approximate_gelu():
+    """Its released files name the exact one, as transformers' class knows."""
+    config = pretrained.parse_config(GEMMA_7B)
+    assert config.activation == "gelu_pytorch_tanh" and config.tied
+    with pytest.raises(ValueError, match="hidden_act 'gelu' is not supported"):
+        pretrained.parse_config(SEED_OSS_36B | dict(hidden_act="gelu"))
 
 
 def test_seed_has_biases_of_queries_keys_and_values():

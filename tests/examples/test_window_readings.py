@@ -75,6 +75,30 @@ def test_qwens_window_switch_is_read():
         assert any(config.windows) == is_on
 
 
+@pytest.mark.parametrize("has_kinds", [True, False])
+def test_exaones_pattern_may_be_letters(has_kinds):
+    """As in EXAONE-4.0-32B; the last layer has full attention."""
+    settings = json.loads((fixtures.FIXTURES / "exaone4" / "config.json").read_text())
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    settings |= dict(num_hidden_layers=5, sliding_window_pattern="LLG")
+    kinds = [*kinds, "sliding_attention", "full_attention"]
+    settings["layer_types"] = kinds if has_kinds else None
+    config = pretrained.parse_config(settings)
+    assert config.windows == (8, 8, None, 8, None)
+    assert [rope is not None for rope in config.ropes] == [1, 1, 0, 1, 0]
+
+
+def test_exaone_without_windows_as_transformers_writes_it():
+    """EXAONE-4.0-1.2B, saved again: its pattern is 0."""
+    settings = json.loads((fixtures.FIXTURES / "exaone4" / "config.json").read_text())
+    kinds = ["full_attention"] * settings["num_hidden_layers"]
+    settings |= dict(sliding_window=None, layer_types=kinds)
+    written = transformers.AutoConfig.for_model(**settings).to_dict()
+    assert written["sliding_window_pattern"] == 0
+    config = pretrained.parse_config(written)
+    assert not any(config.windows) and all(config.ropes)
+
+
 LINEAR = dict(rope_type="linear", factor=2.0)
 KINDS = dict(
     full_attention=LINEAR | dict(rope_theta=3e5),

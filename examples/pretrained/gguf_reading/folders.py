@@ -8,7 +8,7 @@ from jkv.config import SUFFIX, find_file
 
 # Index of the tensors; written last, so it marks a complete folder.
 INDEX = "gguf.index.json"
-READING = 2  # version of the folders' contents
+READING = 3  # version of the folders' contents
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 

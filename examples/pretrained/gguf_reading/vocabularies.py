@@ -290,9 +290,10 @@ def _make_of_pieces(settings: Mapping[str, Any]) -> Tokenizer:
         merges = _find_merges(tokens, settings["scores"])
     has_prefix = bool(settings.get("add_space_prefix", True))
     tokenizer = Tokenizer(_make_pieces(settings, tokens, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        SPACE, prepend_scheme="first" if has_prefix else "never", split=False
-    )
+    # Each text between special tokens has a prefix of its own, even before a space.
+    prefix = [normalizers.Prepend(SPACE)] if has_prefix else []
+    spaces = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     tokenizer.decoder = decoders.Sequence([*_decode_pieces(), *strip])
     return tokenizer
