@@ -36,7 +36,14 @@ from jkv.formats.table import COSTS, format_cost
 # Context lengths up to the model's longest, which is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# The first pattern with files counts: others hold the same weights once more, such as
+# Mistral's consolidated.safetensors.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "*.safetensors",
+    "pytorch_model*.bin",
+)
 
 BYTES_OF_WHOLE = 2  # bytes of a GGUF weight dequantized to bfloat16 for computing
 

@@ -62,6 +62,18 @@ def attend_on_auto_axes(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return the results of attention, rows and heads sharded as the queries'."""
+    queries = args[0] if args else kwargs["queries"]
+    return call_on_auto_axes(function, mesh, args, kwargs, spec_of(queries, 2))
+
+
+def call_on_auto_axes(
+    function: Callable[..., Any],
+    mesh: jax.sharding.AbstractMesh,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: Any,  # PartitionSpecs of the results; one is for all of them
+) -> Any:
+    """Return the results of a call for which Explicit axes are Auto axes."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
@@ -74,10 +86,13 @@ def attend_on_auto_axes(
 
     pairs = zip(leaves, is_array, strict=True)
     arrays = [leaf for leaf, of_jax in pairs if of_jax]
-    queries = args[0] if args else kwargs["queries"]
-    spec = jax.sharding.NamedSharding(mesh, spec_of(queries, 2))
+    places = jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec),
+    )
     axes = tuple(sorted(explicit_axes(mesh)))
-    return jax.sharding.auto_axes(compute, axes=axes, out_sharding=spec)(*arrays)
+    return jax.sharding.auto_axes(compute, axes=axes, out_sharding=places)(*arrays)
 
 
 def spec_of(array: Any, ndim: int | None = None) -> jax.sharding.PartitionSpec:

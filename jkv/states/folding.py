@@ -20,6 +20,8 @@ from jkv.recurrence import (
     replay,
     trace_output,
 )
+from jkv.sharding.explicit_axes import call_on_auto_axes, spec_of
+from jkv.sharding.storage_sharding import find_typed_mesh
 from jkv.state import Batch, Cache, StateStorage
 from jkv.states.verbs import Layer, read_pending, read_state, write_state
 from jkv.status import UsageError
@@ -87,9 +89,65 @@ def fold_state(
       >>> means.tolist()
       [[4.0, 0.0], [4.0, 2.0], [2.0, 5.0], [0.0, 0.0]]
     """
+    inputs = {name: as_array(rows) for name, rows in inputs.items()}
+    found, options = cache.find_state(layer), (rule, chunk_rule, chunk_size)
+    storage = cache.storage[found.group]
+    mesh = find_typed_mesh((storage, inputs))
+    if mesh is None:
+        return _fold(cache, layer, batch, inputs, *options)
+
+    def fold(cache: Cache, *given: Any) -> tuple[Any, StateStorage]:
+        layer, batch, inputs = given
+        outputs, cache = _fold(cache, layer, batch, inputs, *options)
+        return outputs, cache.storage[found.group]
+
+    of_outputs = _find_specs(rule, storage, inputs, mesh)
+    specs = of_outputs, jax.tree.map(spec_of, storage)
+    given = cache, found, batch, inputs
+    outputs, storage = call_on_auto_axes(fold, mesh, given, {}, specs)
+    return outputs, cache.with_group_storage(found.group, storage)
+
+
+def _find_specs(rule: Rule, storage: StateStorage, inputs: Arrays, mesh: Any) -> Any:
+    """Return the PartitionSpecs of a rule's outputs on a mesh with Explicit axes.
+
+    They follow from the types of the state and the inputs, or are replicated if the
+    rule has an operation whose type JAX cannot resolve.
+    """
+
+    def one(array: jax.Array, skipped: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        spec = jax.sharding.PartitionSpec(*spec_of(array)[skipped:])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(array.shape[skipped:], dtype, sharding=sharding)
+
+    pairs = zip(sorted(storage.rows.items()), storage.row_dtypes, strict=True)
+    state = {name: one(array, 2, dtype) for (name, array), dtype in pairs}
+    given = {name: one(rows, 1, rows.dtype) for name, rows in inputs.items()}
+    of_rows = next((spec_of(rows)[0] for rows in inputs.values()), None)
+
+    def with_rows(output: Any) -> jax.sharding.PartitionSpec:
+        spec = output.sharding.spec
+        is_free = {*jax.tree.leaves(of_rows)}.isdisjoint(jax.tree.leaves([*spec]))
+        return jax.sharding.PartitionSpec(of_rows if is_free else None, *spec)
+
+    try:
+        return jax.tree.map(with_rows, jax.eval_shape(rule, state, given)[1])
+    except Exception:
+        return jax.sharding.PartitionSpec()
+
+
+def _fold(
+    cache: Cache,
+    layer: Layer,
+    batch: Batch,
+    inputs: Arrays,
+    rule: Rule,
+    chunk_rule: ChunkRule | None,
+    chunk_size: int,
+) -> tuple[Any, Cache]:
+    """Fold a rule over a step's rows, without Explicit axes."""
     state = read_state(cache, layer, batch)
     storage = cache.storage[cache.find_state(layer).group]
-    inputs = {name: as_array(rows) for name, rows in inputs.items()}
     kept = _pick_inputs(storage, inputs)
     trace_output(rule, state, inputs)
     counts = batch.query_lengths

@@ -77,8 +77,11 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 def read_value(path: Path, kinds: Kinds) -> Cache | Swapped:
     """Return the memory-mapped value in a file; `kinds` as for `build`."""
     metadata, arrays = files.read_file(path)
+    # Metadata, such as observed queries, has its own dtypes.
     leaves: dict[str, Any] = {
-        name: array.view(STORED_AS.get(array.dtype, array.dtype))
+        name: array
+        if name.startswith("metadata.")
+        else array.view(STORED_AS.get(array.dtype, array.dtype))
         for name, array in arrays.items()
     }
     try:

@@ -56,6 +56,21 @@ def test_weights_in_the_folder_are_subtracted():
     assert (found.weights, found.budget) == (weights, 2**30 - weights)
 
 
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (["model-00001-of-00002", "model-00002-of-00002", "consolidated"], 2),
+        (["model", "model.fp16", "consolidated"], 1),
+        (["consolidated.00", "consolidated.01"], 2),
+    ],
+)
+def test_weights_in_two_formats_are_subtracted_once(tmp_path, names, count):
+    path = folder(tmp_path, **LLAMA)
+    for name in names:
+        (path / f"{name}.safetensors").write_bytes(b"0" * 1000)
+    assert make_plan(path, "24GB").weights == 1000 * count
+
+
 def test_more_devices_than_heads(tmp_path):
     path = folder(tmp_path, **LLAMA)
     found = make_plan(path, "80GB", tensor_parallel=16)

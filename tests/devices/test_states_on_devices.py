@@ -4,9 +4,10 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from support.states.folding_model import MODELS, continue_prompt, make_config
 
 import jkv
@@ -56,6 +57,49 @@ def test_states_are_resharded_at_loading(tmp_path, snapshots, pools):
         assert found.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
     spread = loaded.storage[0].rows["sum"].sharding.spec
     assert spread == PartitionSpec(*[pools] * bool(pools), None, None, None, "tp")
+
+
+def decay(state, given):
+    memory = state["memory"] / 2 + given["x"]
+    return {"memory": memory}, (memory, memory.sum())
+
+
+def dot(state, given):
+    """Multiply by whole rows, which the types of Explicit axes do not resolve."""
+    memory, total = decay(state, given)[1]
+    return {"memory": memory}, (memory @ jnp.eye(4), total)
+
+
+@pytest.mark.parametrize("spec", [(), ("dp",), (None, "tp"), ("dp", "tp"), ("tp",)])
+@pytest.mark.parametrize(
+    ("rule", "heads"), [(decay, True), (decay, False), (dot, True)]
+)
+def test_folding_on_explicit_axes(spec, rule, heads):
+    """Outputs and states equal those of one device, for rows sharded in any way."""
+    config = jkv.StateConfig(
+        **dict(num_layers=1, max_sequences=4, max_context_length=16, block_size=4),
+        arrays={"memory": ((4,), "float32")},
+        heads_axes={"memory": 0} if heads else None,
+    )
+    rows = jax.random.normal(jax.random.key(0), (8, 4))
+
+    @jax.jit
+    def step(cache, rows):
+        cache, batch = jkv.append(cache, [0, 1], [5, 1], capacity=8)
+        outputs, cache = jkv.fold_state(cache, 0, batch, rule, {"x": rows})
+        cache, batch = jkv.append(cache, [1, 0], [2, 1], capacity=8)
+        return outputs, *jkv.fold_state(cache, 0, batch, rule, {"x": rows})
+
+    def run(rows, **where):
+        cache, _ = jkv.allocate(jkv.init(config, **where), [0, 0])
+        return jax.tree.leaves(step(cache, rows))
+
+    axis_types = (AxisType.Explicit,) * 2
+    mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=axis_types)
+    placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*spec)))
+    pairs = zip(run(placed, mesh=mesh, heads="tp"), run(rows), strict=True)
+    for found, wanted in pairs:
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.further

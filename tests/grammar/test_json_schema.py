@@ -17,6 +17,7 @@ from jkv.grammar import (
     from_json_object,
     from_json_schema,
 )
+from jkv.grammar.schema import judging
 from jkv.grammar.schema.formats import FORMATS
 from jkv.grammar.schema.keywords import SERVED
 
@@ -290,6 +291,29 @@ def test_long_strings_and_lists_are_compiled():
     assert is_text(many, '["a","b","c"]')
     for grammar in (url, many):
         assert grammar.grammar.num_states < 2**14
+
+
+def test_many_values_are_compared_once_each(monkeypatch):
+    calls = []
+
+    def kind_of(value, original=judging.kind_of):
+        calls.append(value)
+        return original(value)
+
+    monkeypatch.setattr(judging, "kind_of", kind_of)
+    values = [f"v{i}" for i in range(500)]
+    grammar = grammar_of({"enum": values, "not": {"enum": values[1:]}})
+    assert is_text(grammar, '"v0"') and not is_text(grammar, '"v1"')
+    assert len(calls) < 20 * len(values)
+
+
+def test_distinct_items_of_many_values():
+    values = [f"v{i}" for i in range(200)]
+    schema = {"items": {"enum": [*values, "v7"]}, "uniqueItems": True, "minItems": 2}
+    grammar = grammar_of(schema)
+    assert is_text(grammar, '["v0","v7","v199"]')
+    for text in ('["v7"]', '["v0","v7","v7"]'):
+        assert not is_text(grammar, text)
 
 
 def test_a_schema_above_the_memory_limit_is_refused():

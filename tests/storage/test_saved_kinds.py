@@ -61,7 +61,12 @@ KINDS = {
             *("int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
         )
     },
+    "int8, int4": small_config(dtype="int8", value_dtype="int4"),
     "latent": small_config(dtype="int8", value_head_dim=1, values_in_keys=True),
+    "pruning, queries": small_config(
+        dtype="bfloat16", pruning=True, observed_queries=2
+    ),
+    "classes": small_config(keep_classes=3, **INDEX),
     "tokens": small_config(record_tokens=True),
     "index": small_config(**INDEX),
     "window": small_config(**WINDOW),
@@ -133,6 +138,7 @@ def write(cache, layer, batch, numbers):
         numbers[:, None, None] + jnp.ones((ROWS, storage.num_kv_heads, width))
         for width in widths
     ]
+    cache = jkv.observe(cache, layer, batch, rows[0])
     if storage.value_pool is None:
         rows[1] = None
     return jkv.write(cache, layer, batch, *rows)

@@ -1,6 +1,6 @@
 """Arrays and objects: their contents, in order."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 from jkv.grammar.automaton import (
@@ -29,7 +29,7 @@ from jkv.grammar.schema.expansion import (
     num_first_items,
     parts_of_item,
 )
-from jkv.grammar.schema.judging import Judge
+from jkv.grammar.schema.judging import Judge, key_of
 from jkv.grammar.schema.negation import ABSENT, NUMBERS
 from jkv.grammar.schema.strings import ANYTHING, Punctuation, quoted
 from jkv.grammar.schema.uniqueness import by_first_sign, listed_once
@@ -152,7 +152,10 @@ def _unique(
             raise Unsupported("'uniqueItems' of items after 'prefixItems'")
         values, kinds = compiler.values(rest), compiler.kinds(rest)
         if values is not None:
-            texts = [compiler.value(value) for value in judge.distinct(values)]
+            distinct: dict[Hashable, Any] = {}
+            for value in values:
+                distinct.setdefault(key_of(value), value)
+            texts = [compiler.value(value) for value in distinct.values()]
             return listed_once(texts, least, most, compiler.marks)
         if not kinds <= {*NUMBERS, "string"}:
             raise Unsupported("'uniqueItems' of arrays or objects")

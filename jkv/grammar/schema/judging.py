@@ -2,8 +2,7 @@
 
 import fractions
 import functools
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jkv.grammar.automaton import Automaton, intersect
@@ -43,6 +42,8 @@ class Judge:
         """Attach the satisfiability checks to the expander."""
         self.expander, self._bounds = expander, bounds
         self._strings: dict[tuple[str, str], Automaton] = {}
+        # By id; the lists are stored too, since a freed one's id could be reused.
+        self._keys: dict[int, tuple[list[Any], frozenset[Any]]] = {}
         expander.is_possible = self.is_possible
         expander.finds = self.finds
 
@@ -93,11 +94,11 @@ class Judge:
             case negation.KIND, _:
                 return kind in wanted
             case "const", _:
-                return equal(value, wanted)
+                return key_of(value) == key_of(wanted)
             case "enum", _:
-                return any(equal(value, one) for one in wanted)
+                return key_of(value) in self._list_keys(wanted)
             case negation.NOT_VALUES, _:
-                return not any(equal(value, one) for one in wanted)
+                return key_of(value) not in self._list_keys(wanted)
             case _, "integer" | "fraction":
                 return _holds_for_number(word, wanted, atom.words, value)
             case "pattern", "string":
@@ -112,12 +113,17 @@ class Judge:
                 return self._holds_for_object(atom, word, value)
         return True
 
+    def _list_keys(self, values: list[Any]) -> frozenset[Any]:
+        """Return the keys of the values that a keyword lists."""
+        if id(values) not in self._keys:
+            self._keys[id(values)] = values, frozenset(map(key_of, values))
+        return self._keys[id(values)][1]
+
     def _holds_for_array(self, atom: Atom, word: str, value: list[Any]) -> bool:
         wanted, (first, more) = atom.words[word], items_of(atom.words)
         match word:
             case "uniqueItems" if wanted:
-                pairs = itertools.combinations(value, 2)
-                return not any(equal(one, other) for one, other in pairs)
+                return len(set(map(key_of, value))) == len(value)
             case "contains":
                 count = sum(self.holds(atom.part(wanted), item) for item in value)
                 least = atom.words.get("minContains", 1)
@@ -185,13 +191,6 @@ class Judge:
     def expand(self, parts: Sequence[Part]) -> list[Way]:
         """Return the ways in which parts hold, approximated by a superset."""
         return self.expander.expand([part.widely() for part in parts])
-
-    def distinct(self, values: Sequence[Any]) -> list[Any]:
-        return [
-            value
-            for index, value in enumerate(values)
-            if not any(equal(value, other) for other in values[:index])
-        ]
 
     def is_possible(self, way: Way, is_thorough: bool) -> bool:
         """Return False if no value can satisfy the way; True if undecided."""
@@ -270,15 +269,14 @@ def kind_of(value: Any) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Return True for equal JSON values; true differs from 1, 1.0 does not."""
-    if kind_of(one) != kind_of(other):
-        return False
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
-    return bool(one == other)
+def key_of(value: Any) -> Hashable:
+    """Return a key that equal JSON values share; true differs from 1, 1.0 does not."""
+    kind = kind_of(value)
+    if isinstance(value, list):
+        return kind, tuple(map(key_of, value))
+    if isinstance(value, Mapping):
+        return kind, frozenset((name, key_of(part)) for name, part in value.items())
+    return kind, value
 
 
 def exact(value: int | float) -> fractions.Fraction:

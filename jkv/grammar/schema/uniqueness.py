@@ -33,12 +33,13 @@ def listed_once(
     texts: Sequence[Expression], least: int, most: int | None, marks: Punctuation
 ) -> Expression:
     """Return distinct choices of `texts`, in any order if there are few."""
-    most = len(texts) if most is None else min(most, len(texts))
+    if most is not None and most >= len(texts):
+        most = None  # the bound is implied; counting items would take many states
     if len(texts) > _MAX_ORDERED:
         return marks.separated([(text, False) for text in texts], None, least, most)
     chosen = (
         each
-        for count in range(max(1, least), most + 1)
+        for count in range(max(1, least), (most or len(texts)) + 1)
         for each in itertools.permutations(texts, count)
     )
     found = [marks.separated([(text, True) for text in each]) for each in chosen]
