@@ -17,6 +17,7 @@ from jkv.operations import vary_over
 from jkv.sharding.explicit_axes import (
     Specs,
     attend_on_auto_axes,
+    call_on_auto_axes,
     explicit_axes,
     join_specs,
     on_auto_axes,
@@ -415,6 +416,20 @@ def takes_explicit_axes(function: Callable[Params, Result]) -> Callable[Params, 
         return result
 
     return call
+
+
+def update_in_place(
+    function: Callable[..., Any], stored: Arrays, *given: Any
+) -> Arrays:
+    """Return stored arrays after an update, with Explicit axes as Auto ones.
+
+    They keep their sharding; the arrays in `given` may be sharded in any way.
+    """
+    mesh = find_typed_mesh((stored, given))
+    if mesh is None:
+        return function(stored, *given)
+    specs = jax.tree.map(spec_of, stored)
+    return call_on_auto_axes(function, mesh, (stored, *given), {}, specs)
 
 
 class _OverDevices(NamedTuple):

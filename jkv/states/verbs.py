@@ -17,6 +17,7 @@ from jkv.arguments import as_array, expect, name_kind
 from jkv.formats.format import as_bits
 from jkv.metadata.requests import Integer
 from jkv.operations import gather, scatter, when
+from jkv.sharding.storage_sharding import update_in_place
 from jkv.state import Batch, Cache, GroupLayer, StateStorage
 from jkv.state.cache import Role
 from jkv.state.entry import any_layer, check_batch, takes_cache
@@ -154,7 +155,8 @@ def write_state(
     given = dict(inputs or {})
     _check_arrays("state", storage.rows, storage.row_dtypes, state, len(batch.seq_ids))
     _check_arrays("inputs", storage.inputs, storage.input_dtypes, given, batch.num_rows)
-    storage = _write(
+    storage = update_in_place(
+        _write,
         storage,
         any_layer(found.layer, batch),
         batch,

@@ -7,6 +7,7 @@ from jkv.arguments import expect
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer, Integers
 from jkv.operations import gather
+from jkv.sharding.storage_sharding import update_in_place
 from jkv.state import Batch, Cache, GroupLayer, ObservedQueries
 from jkv.state.cache import Role
 from jkv.state.entry import any_layer, check_batch, locate_layer, takes_cache
@@ -69,7 +70,10 @@ def observe(
     is_newest = batch.valid & (row >= ends[lane] - observed.width)
     seq_id = jnp.where(is_newest, batch.seq_ids[lane], cache.max_sequences)
     at = any_layer(found.layer, batch)
-    observed = observed.written(at, seq_id, batch.positions, queries)
+    # The queries may be sharded in any way.
+    observed = update_in_place(
+        ObservedQueries.written, observed, at, seq_id, batch.positions, queries
+    )
     return cache.with_metadata(cache.metadata.changed(found.group, observed=observed))
 
 

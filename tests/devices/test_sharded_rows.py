@@ -118,6 +118,30 @@ def test_rows_with_any_sharding(axis_types, where, step, spec):
         assert parts[1] == ("tp" if is_divided[1] and "tp" in typed else None)
 
 
+@pytest.mark.one_end
+@pytest.mark.parametrize("spec", ["rows", "heads", "dims"])
+def test_observed_queries_of_any_sharding(spec):
+    """`observe` stores queries on Explicit axes like those of one device."""
+    heads = dict(num_query_heads=2 * CONFIG.num_kv_heads, observed_queries=2)
+    config = dataclasses.replace(CONFIG, pruning=True, **heads)
+    counts = np.asarray([3, 5], np.int32)
+    mesh = TWO_AXES.mesh
+    queries = make_rows(8)[0]
+
+    @jax.jit
+    def observe(cache, queries):
+        cache, opened = jkv.allocate(cache, [0, 0])
+        cache, batch = jkv.append(cache, opened.seq_ids, counts, capacity=8)
+        cache = jkv.observe(cache, 0, batch, queries)
+        return jkv.read_queries(jkv.commit(cache, batch), 0, opened.seq_ids)
+
+    placed = jax.device_put(queries, NamedSharding(mesh, SPECS[spec]))
+    found = observe(jkv.init(config, mesh=mesh, heads="tp"), placed)
+    alone = observe(jkv.init(config), queries)
+    np.testing.assert_array_equal(found.queries, alone.queries)
+    np.testing.assert_array_equal(found.num, alone.num)
+
+
 PLACES = {
     "Auto": (AUTO, {}),
     "Explicit": (TWO_AXES, {}),

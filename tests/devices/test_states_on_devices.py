@@ -102,6 +102,36 @@ def test_folding_on_explicit_axes(spec, rule, heads):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("spec", [("dp",), (None, "tp"), ("dp", "tp")])
+def test_states_are_written_from_explicit_axes(spec):
+    """`write_state` stores states and inputs sharded in any way, beside spare lanes."""
+    config = jkv.StateConfig(
+        **dict(num_layers=1, max_sequences=4, max_context_length=16, block_size=4),
+        arrays={"memory": ((4,), "float32")},
+        inputs={"x": ((2,), "float32")},
+        max_pending=1,
+        heads_axes={"memory": 0},
+    )
+    states, rows = jnp.arange(8.0).reshape(2, 4), jnp.arange(16.0).reshape(8, 2)
+
+    @jax.jit
+    def step(cache, states, rows):
+        cache, batch = jkv.append(cache, [0, 1], [5, 1], capacity=8)
+        cache = jkv.write_state(cache, 0, batch, {"memory": states}, {"x": rows})
+        return cache.storage[0].rows, cache.storage[0].inputs
+
+    def run(*given, **where):
+        cache, _ = jkv.allocate(jkv.init(config, **where), [0, 0])
+        return jax.tree.leaves(step(cache, *given))
+
+    axis_types = (AxisType.Explicit,) * 2
+    mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=axis_types)
+    placed = jax.device_put((states, rows), NamedSharding(mesh, PartitionSpec(*spec)))
+    pairs = zip(run(*placed, mesh=mesh, heads="tp"), run(states, rows), strict=True)
+    for found, wanted in pairs:
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.further
 def test_continuous_batching_over_pools_of_states(tmp_path):
     """Each rank has its own sequences and snapshots; a file has all of them."""
