@@ -11,7 +11,7 @@ from jkv.config import FULL, STATE
 from .kept_by_layers import list_kinds
 from .parts import DeltaRule, Experts
 from .readings import read_deepseek, read_qwen3_moe
-from .rope_settings import USUAL_THETA, read_rope, rope_parameters
+from .rope_settings import DEFAULT_THETA, read_rope, rope_parameters
 from .settings import Settings, is_number
 
 
@@ -61,7 +61,7 @@ def read_olmo_hybrid(settings: Settings) -> dict[str, Any]:
         strength=2.0 if allows_negative else 1.0,
         norm_epsilon=1e-5,
     )
-    theta = settings.raw.get("rope_theta", USUAL_THETA)
+    theta = settings.raw.get("rope_theta", DEFAULT_THETA)
     has_rope = rope_parameters(settings).get("rope_theta", theta) is not None
     rope = read_rope(settings, hidden // heads) if has_rope else None
     return dict(

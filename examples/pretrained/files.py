@@ -25,14 +25,14 @@ IGNORED_SCALES = {"fp8": ("activation_scale",)}
 # Suffixes of the additional tensors of a quantized matrix.
 SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
 
-# The matrix of one expert, and the tensors of all experts, whose gate and up
-# projections are stacked by rows.
+# Names of one expert's matrices, and of the tensors of all experts of a layer: each
+# gate projection is concatenated with its up projection by rows.
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def find_stack(name: str) -> str | None:
-    """Return the name of the tensor of all experts for that of one; None for others."""
+    """Return the stacked tensor with an expert's matrix, None for other names."""
     found = EXPERT.fullmatch(name)
     return found and f"{found[1]}.{STACKED[found[3]]}"
 
@@ -153,7 +153,7 @@ class Tensors:
         return tensor
 
     def _read_expert(self, name: str, stack: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the matrix of one expert from the tensor of all."""
+        """Return an expert's matrix from a stacked tensor."""
         _, number, part = EXPERT.fullmatch(name).groups()
         if part == "down":
             return self.read(stack, shape, int(number))

@@ -40,7 +40,7 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
     for name in ("attn_layer_indices", "full_attn_idxs", "no_rope_layers"):
         settings.ints(name)
     pattern = settings.get("sliding_window_pattern")
-    # EXAONE's is a text such as LLLG, or 0 without windows.
+    # EXAONE's is a string such as "LLLG", or 0 without windows.
     is_of_letters = isinstance(pattern, str) and not set(pattern) - {"L", "G"}
     if pattern is not None and not is_of_letters:
         settings.count("sliding_window_pattern", least=0)

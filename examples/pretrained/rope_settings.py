@@ -13,7 +13,7 @@ from .settings import Settings, is_int, is_number, is_set
 
 # The name of longrope in early checkpoints of Phi-3.
 OLD_NAMES = {"su": "longrope"}
-USUAL_THETA = 10_000.0
+DEFAULT_THETA = 10_000.0
 KINDS = "full_attention", "sliding_attention"
 
 
@@ -103,7 +103,7 @@ def read_rope(
         dim=dim
         if scaling == "proportional"
         else _read_dim(settings, given, dim, can_be_partial),
-        theta=_number(given, "rope_theta", settings.get("rope_theta", USUAL_THETA)),
+        theta=_number(given, "rope_theta", settings.get("rope_theta", DEFAULT_THETA)),
         is_interleaved=settings.flag("rope_interleave"),
         scaling=scaling,
         **READERS[scaling](settings, given),

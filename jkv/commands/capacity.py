@@ -36,8 +36,8 @@ from jkv.formats.table import COSTS, format_cost
 # Context lengths up to the model's longest, which is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
-# The first pattern with files counts: others hold the same weights once more, such as
-# Mistral's consolidated.safetensors.
+# Only files of the first pattern with any are counted: others may hold the same weights
+# again, such as Mistral's consolidated.safetensors.
 WEIGHT_FILES = (
     "model.safetensors",
     "model-*-of-*.safetensors",

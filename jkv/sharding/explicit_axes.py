@@ -22,9 +22,7 @@ class Specs(NamedTuple):
     @classmethod
     def of(cls, specs: Any) -> Self:
         """Return the specs of results; one is for all of them."""
-        leaves, structure = jax.tree.flatten(
-            specs, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec)
-        )
+        leaves, structure = jax.tree.flatten(specs)
         return cls(tuple(leaves), structure)
 
 
@@ -47,12 +45,19 @@ def on_auto_axes(
 
     It is cached, so that calls outside jit reuse it.
     """
-    places = jax.tree.unflatten(
-        specs.structure,
-        [jax.sharding.NamedSharding(mesh, spec) for spec in specs.leaves],
-    )
+    each = jax.tree.unflatten(specs.structure, specs.leaves)
+    return jax.jit(_with_auto_axes(function, mesh, axes, each))
+
+
+def _with_auto_axes(
+    function: Callable[..., Any],
+    mesh: jax.sharding.AbstractMesh,
+    axes: frozenset[str],  # Explicit ones
+    specs: Any,  # PartitionSpecs of the results; one is for all of them
+) -> Callable[..., Any]:
+    places = jax.tree.map(functools.partial(jax.sharding.NamedSharding, mesh), specs)
     names = tuple(sorted(axes))
-    return jax.jit(jax.sharding.auto_axes(function, axes=names, out_sharding=places))
+    return jax.sharding.auto_axes(function, axes=names, out_sharding=places)
 
 
 def attend_on_auto_axes(
@@ -86,13 +91,7 @@ def call_on_auto_axes(
 
     pairs = zip(leaves, is_array, strict=True)
     arrays = [leaf for leaf, of_jax in pairs if of_jax]
-    places = jax.tree.map(
-        lambda spec: jax.sharding.NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec),
-    )
-    axes = tuple(sorted(explicit_axes(mesh)))
-    return jax.sharding.auto_axes(compute, axes=axes, out_sharding=places)(*arrays)
+    return _with_auto_axes(compute, mesh, explicit_axes(mesh), specs)(*arrays)
 
 
 def spec_of(array: Any, ndim: int | None = None) -> jax.sharding.PartitionSpec:

@@ -70,7 +70,6 @@ def observe(
     is_newest = batch.valid & (row >= ends[lane] - observed.width)
     seq_id = jnp.where(is_newest, batch.seq_ids[lane], cache.max_sequences)
     at = any_layer(found.layer, batch)
-    # The queries may be sharded in any way.
     observed = update_in_place(
         ObservedQueries.written, observed, at, seq_id, batch.positions, queries
     )

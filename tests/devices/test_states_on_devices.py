@@ -13,6 +13,7 @@ from support.states.folding_model import MODELS, continue_prompt, make_config
 import jkv
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+EXPLICIT = Mesh(MESH.devices, MESH.axis_names, axis_types=(AxisType.Explicit,) * 2)
 KIND = "keys+state"
 PROMPTS = [[1, 2, 3, 4, 0, 1, 2, 2, 3], [2, 1], [1, 2, 3, 4, 0, 1, 2, 2, 4], [3] * 9]
 
@@ -59,6 +60,17 @@ def test_states_are_resharded_at_loading(tmp_path, snapshots, pools):
     assert spread == PartitionSpec(*[pools] * bool(pools), None, None, None, "tp")
 
 
+def on_explicit_axes(step, config, arrays, spec):
+    """Return pairs of results: with arrays on Explicit axes, and on one device."""
+
+    def run(arrays, **where):
+        cache, _ = jkv.allocate(jkv.init(config, **where), [0, 0])
+        return jax.tree.leaves(step(cache, *arrays))
+
+    placed = jax.device_put(arrays, NamedSharding(EXPLICIT, PartitionSpec(*spec)))
+    return zip(run(placed, mesh=EXPLICIT, heads="tp"), run(arrays), strict=True)
+
+
 def decay(state, given):
     memory = state["memory"] / 2 + given["x"]
     return {"memory": memory}, (memory, memory.sum())
@@ -90,15 +102,7 @@ def test_folding_on_explicit_axes(spec, rule, heads):
         cache, batch = jkv.append(cache, [1, 0], [2, 1], capacity=8)
         return outputs, *jkv.fold_state(cache, 0, batch, rule, {"x": rows})
 
-    def run(rows, **where):
-        cache, _ = jkv.allocate(jkv.init(config, **where), [0, 0])
-        return jax.tree.leaves(step(cache, rows))
-
-    axis_types = (AxisType.Explicit,) * 2
-    mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=axis_types)
-    placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*spec)))
-    pairs = zip(run(placed, mesh=mesh, heads="tp"), run(rows), strict=True)
-    for found, wanted in pairs:
+    for found, wanted in on_explicit_axes(step, config, [rows], spec):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
@@ -120,15 +124,7 @@ def test_states_are_written_from_explicit_axes(spec):
         cache = jkv.write_state(cache, 0, batch, {"memory": states}, {"x": rows})
         return cache.storage[0].rows, cache.storage[0].inputs
 
-    def run(*given, **where):
-        cache, _ = jkv.allocate(jkv.init(config, **where), [0, 0])
-        return jax.tree.leaves(step(cache, *given))
-
-    axis_types = (AxisType.Explicit,) * 2
-    mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=axis_types)
-    placed = jax.device_put((states, rows), NamedSharding(mesh, PartitionSpec(*spec)))
-    pairs = zip(run(*placed, mesh=mesh, heads="tp"), run(states, rows), strict=True)
-    for found, wanted in pairs:
+    for found, wanted in on_explicit_axes(step, config, [states, rows], spec):
         np.testing.assert_array_equal(found, wanted)
 
 

@@ -290,7 +290,7 @@ def _make_of_pieces(settings: Mapping[str, Any]) -> Tokenizer:
         merges = _find_merges(tokens, settings["scores"])
     has_prefix = bool(settings.get("add_space_prefix", True))
     tokenizer = Tokenizer(_make_pieces(settings, tokens, merges))
-    # Each text between special tokens has a prefix of its own, even before a space.
+    # Each segment between special tokens gets its own prefix, even before a space.
     prefix = [normalizers.Prepend(SPACE)] if has_prefix else []
     spaces = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])

@@ -215,7 +215,7 @@ def _has_spilling_loop(sass):
 
 
 def _read_cubin(cubin, option):
-    """Return what `cuobjdump` prints about a binary."""
+    """Return the output of `cuobjdump` for a binary."""
     tool = os.path.join(
         os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump"
     )
